@@ -1,0 +1,72 @@
+"""Make data/demo/preferences.jsonl: answers sampled from the model itself, paired by the gold score.
+
+    python data/demo/make_pairs.py MODEL.gguf
+
+For each prompt of prompts.txt the model answers as it is, with a hint to be brief, and at a high
+temperature; the hint is not kept. The best answer is paired with the worst and with one in between.
+About 15 minutes on two cores. Seeded: the same machine writes the same file again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent.parent))
+
+from data.demo.gold import score_one  # noqa: E402
+from utils.config import ModelConfig  # noqa: E402
+from utils.data import decode_response, encode_prompt  # noqa: E402
+from utils.models import eos_ids, load_causal_lm, load_tokenizer  # noqa: E402
+from utils.rollout import generate  # noqa: E402
+
+SYSTEM = "You are a helpful assistant."
+WAYS = [  # hint, temperature, answers
+    ("", 0.7, 2),
+    (" Answer in one short sentence.", 0.7, 2),
+    ("", 1.2, 1),
+]
+MIN_GAP = 0.15  # gold scores of a pair differ by at least this
+
+
+def main(model_path: str) -> None:
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(model_path)
+    model = load_causal_lm(ModelConfig(model_path), torch.device("cpu"))
+    questions = (HERE / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    answers: dict[str, set[str]] = {question: set() for question in questions}
+    total = len(questions) * sum(n for _, _, n in WAYS)
+    with tqdm(total=total, desc="answers") as progress:
+        for hint, temperature, n in WAYS:
+            asked = [q for q in questions for _ in range(n)]
+            prompts = [
+                encode_prompt(tokenizer, [{"role": "system", "content": SYSTEM}, {"role": "user", "content": q + hint}])
+                for q in asked
+            ]
+            sampled = generate(
+                model, prompts, max_new_tokens=40, temperature=temperature, eos_ids=eos_ids(tokenizer, model),
+                pad_id=tokenizer.pad_token_id, progress=progress,
+            )
+            for question, ids in zip(asked, sampled):
+                answers[question].add(decode_response(tokenizer, ids).strip())
+    pairs = []
+    for question, texts in answers.items():
+        ranked = sorted((score_one(question, text), text) for text in texts if text)
+        best = ranked[-1]
+        for worse in [ranked[0], *ranked[len(ranked) // 2 : -1][:1]]:
+            if best[0] - worse[0] >= MIN_GAP:
+                pairs.append((question, best, worse))
+    pairs = list(dict.fromkeys(pairs))
+    with open(HERE / "preferences.jsonl", "w", encoding="utf-8") as file:
+        for question, (good, chosen), (bad, rejected) in pairs:
+            prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+            row = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "gold_chosen": round(good, 3), "gold_rejected": round(bad, 3)}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    print(f"{len(pairs)} pairs from {len(questions)} prompts")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

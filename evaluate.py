@@ -1,0 +1,336 @@
+"""Stage 4: is the new policy better than the one it started from?
+
+    python evaluate.py --config configs/demo_eval.yaml
+    python evaluate.py --policy.path out/ppo/final --baseline.path MODEL --data out/data --reward_model.path out/reward/final \\
+        --output_dir out/eval
+
+Both models answer the same held-out prompts. Writes `report.json` and a self-contained `report.html`.
+"""
+
+import html
+import io
+import json
+import textwrap
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from utils.config import ModelConfig, UserError, open_output_dir, record_run, run_stage, write_json, write_text
+from utils.data import decode_response, encode_prompts, load_rows, show
+from utils.launch import gather_lists, split_for_rank, start_accelerator
+from utils.models import (
+    arithmetic, eos_ids, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, max_positions, project, score_at_end, trunk_of,
+)
+from utils.models import LOGITS_CHUNK
+from utils.rewards import RewardConfig, check_ground_truth, check_reward_config, function_scorer, model_scores, rule_scorer
+from utils.rollout import generate
+from utils.tensors import pad_rows
+from utils.tracking import peak_memory_gb, progress_bar, read_metrics
+
+BOOTSTRAP_SAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    policy: ModelConfig
+    """the new policy"""
+    baseline: ModelConfig
+    """what it is compared with, usually the model it was trained from"""
+    data: str
+    """a folder that prepare_data.py wrote; its test split is used"""
+    output_dir: str
+    """folder to write"""
+    reward_model: RewardConfig | None = None
+    """scores both models' responses: metric reward_score"""
+    rules: list[Literal["gsm8k", "gsm8k_strict"]] = field(default_factory=list)
+    """rules to report the accuracy of"""
+    gold_function: str | None = None
+    """module:name of a function that knows the true score: metric gold_score"""
+    max_prompts: int | None = None
+    """use only the first so many test prompts"""
+    max_prompt_length: int = 512
+    """tokens; a longer prompt in the data is an error"""
+    max_response_length: int = 256
+    """tokens to generate at most"""
+    temperature: float = 0.0
+    """of the responses; 0 = greedy"""
+    micro_batch_size_per_gpu: int = 16
+    """responses a forward pass on one rank"""
+    show_samples: int = 2
+    """answers to show side by side on the terminal: those to the first test prompts"""
+    overwrite: bool = False
+    """replace the output of an earlier run"""
+    seed: int = 0
+    """of sampling and of the bootstrap"""
+
+
+# ---------------------------------------------------------------------------------------------------- metrics
+
+
+def bootstrap_interval(differences: list[float], seed: int) -> list[float]:
+    """95% percentile-bootstrap interval of the mean over prompts (Efron 1979)."""
+    import numpy
+
+    values = numpy.asarray(differences, dtype=float)
+    draws = numpy.random.default_rng(seed).integers(0, len(values), (BOOTSTRAP_SAMPLES, len(values)))
+    low, high = numpy.percentile(values[draws].mean(1), [2.5, 97.5])
+    return [round(float(low), 5), round(float(high), 5)]
+
+
+def compare(baseline: list[float], policy: list[float], seed: int) -> dict:
+    """{baseline, policy, difference, ci95 of the difference, n}; the lists are paired by prompt."""
+    n = len(policy)
+    mean_b, mean_p = sum(baseline) / n, sum(policy) / n
+    return {
+        "baseline": round(mean_b, 5),
+        "policy": round(mean_p, 5),
+        "difference": round(mean_p - mean_b, 5),
+        "ci95": bootstrap_interval([p - b for b, p in zip(baseline, policy)], seed),
+        "n": n,
+    }
+
+
+def wins(baseline: list[float], policy: list[float]) -> list[float]:
+    """1 where the policy's score is higher, 0 where it is lower, 0.5 for a tie."""
+    return [0.5 + 0.5 * (p > b) - 0.5 * (p < b) for b, p in zip(baseline, policy)]
+
+
+@torch.no_grad()
+def kl_per_token(policy, baseline, prompts, responses, pad_id: int, micro: int, device, dtype, bar=None) -> list[float]:
+    """KL(policy || baseline) of each response: exact over the vocabulary, mean over its tokens, nats, temperature 1."""
+    results = [0.0] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(responses[i]))
+    for start in range(0, len(order), micro):
+        part = order[start : start + micro]
+        ids, mask = pad_rows([prompts[i] + responses[i] for i in part], pad_id, torch.long)
+        ids, mask = ids.to(device), mask.to(device)
+        starts = torch.tensor([len(prompts[i]) for i in part], device=device)[:, None]
+        before = (mask & (torch.arange(ids.shape[1], device=device) >= starts))[:, 1:]  # states that drew a token
+        with arithmetic([policy], dtype):
+            h, g = (last_hidden(model, ids, mask)[:, :-1][before] for model in (policy, baseline))
+            kl = []
+            for i in range(0, len(h), LOGITS_CHUNK):
+                p = project(policy, h[i : i + LOGITS_CHUNK]).float().log_softmax(-1)
+                q = project(baseline, g[i : i + LOGITS_CHUNK]).float().log_softmax(-1)
+                kl.append((p.exp() * (p - q)).sum(-1))
+        for i, tokens in zip(part, torch.cat(kl).cpu().split([len(responses[i]) for i in part])):
+            results[i] = tokens.mean().item()
+        if bar is not None:
+            bar.update(len(part))
+    return results
+
+
+# --------------------------------------------------------------------------------------------------- evaluate
+
+
+def evaluate(cfg: EvaluateConfig) -> dict:
+    """Run stage 4; returns the report that is also written to report.json."""
+    started = time.time()
+    check_config(cfg)
+    accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.micro_batch_size_per_gpu, cfg.seed, 1.0)
+    device, micro = accelerator.device, cfg.micro_batch_size_per_gpu
+    rows = load_rows(cfg.data, "test", ("prompts", "preference", "trajectories"))[: cfg.max_prompts]
+    if cfg.rules or (cfg.reward_model and cfg.reward_model.style == "rule"):
+        check_ground_truth(rows)
+    folder = Path(cfg.output_dir)
+    if accelerator.is_main_process:
+        open_output_dir(cfg.output_dir, cfg.overwrite, resume=False)
+        record_run(folder, cfg)
+    accelerator.wait_for_everyone()
+    mine = split_for_rank(rows, accelerator.process_index, accelerator.num_processes)
+    results = [{"prompt": row["prompt"][-1]["content"]} for row in mine]
+
+    # 1. both models answer; 2. KL along the policy's answers
+    models, tokenizers = {}, {}
+    for name, model_cfg in (("baseline", cfg.baseline), ("policy", cfg.policy)):
+        tokenizer = tokenizers[name] = load_tokenizer(model_cfg.path, model_cfg.trust_remote_code)
+        with accelerator.main_process_first():
+            model = models[name] = load_causal_lm(model_cfg, device)
+        prompts = encode_prompts(tokenizer, mine, cfg.max_prompt_length, cfg.max_response_length, max_positions(model))
+        torch.manual_seed(cfg.seed + accelerator.process_index)
+        with progress_bar(label=f"{name} answers", unit="prompts", total=len(mine)) as bar:
+            stop_ids = eos_ids(tokenizer, model)
+            responses = generate(
+                model, prompts, cfg.max_response_length, cfg.temperature, stop_ids, tokenizer.pad_token_id, progress=bar
+            )
+        for result, ids in zip(results, responses):
+            result[name] = {
+                "response": decode_response(tokenizer, ids), "response_length": len(ids), "truncated": ids[-1] not in stop_ids
+            }
+    same_vocabulary = tokenizers["policy"].get_vocab() == tokenizers["baseline"].get_vocab()
+    if same_vocabulary:
+        with progress_bar(label="KL", unit="responses", total=len(mine)) as bar:
+            dtype = next(models["policy"].parameters()).dtype
+            kl = kl_per_token(models["policy"], models["baseline"], prompts, responses, tokenizer.pad_token_id, micro, device, dtype, bar)
+        for result, value in zip(results, kl):
+            result["policy"]["kl_per_token"] = value
+    del models, model
+
+    # 3. scores
+    scorers = {}
+    if cfg.reward_model is not None:
+        scorers["reward_score"] = build_scorer(cfg, device)
+    if cfg.gold_function is not None:
+        scorers["gold_score"] = function_scorer(cfg.gold_function)
+    scorers |= {rule: rule_scorer(rule) for rule in cfg.rules}
+    columns = {name: [row.get(name) for row in mine] for name in ("id", "ground_truth", "reference", "metadata")}
+    for metric, scorer in scorers.items():
+        for name in ("baseline", "policy"):
+            texts = [result[name]["response"] for result in results]
+            for result, value in zip(results, scorer([row["prompt"] for row in mine], texts, columns)):
+                result[name][metric] = value
+    results = gather_lists(results)
+
+    # 4. report
+    metrics = [*scorers, "response_length", "truncated"]
+    comparison = {
+        metric: compare([r["baseline"][metric] for r in results], [r["policy"][metric] for r in results], cfg.seed) for metric in metrics
+    }
+    judge = next((m for m in ("gold_score", "reward_score") if m in scorers), metrics[0])
+    won = wins([r["baseline"][judge] for r in results], [r["policy"][judge] for r in results])
+    comparison["win_rate"] = compare([0.5] * len(won), won, cfg.seed)
+    if same_vocabulary:
+        comparison["kl_per_token"] = compare([0.0] * len(results), [r["policy"]["kl_per_token"] for r in results], cfg.seed)
+    report = {
+        "comparison": comparison, "win_rate_judge": judge, "temperature": cfg.temperature,
+        "policy": cfg.policy.path, "baseline": cfg.baseline.path, "samples": results,
+    }
+    if accelerator.is_main_process:
+        write_json(folder / "report.json", report)
+        write_text(folder / "report.html", html_report(report, training_curves(cfg.policy.path)))
+        record_run(folder, cfg, started)
+        print_report(report, cfg.show_samples)
+        print(f"peak memory {peak_memory_gb(device):.2f} GB; report: {folder / 'report.html'}", flush=True)
+    return report
+
+
+def check_config(cfg: EvaluateConfig) -> None:
+    if cfg.reward_model is not None:
+        check_reward_config(cfg.reward_model)
+    if cfg.reward_model is None and not cfg.rules and cfg.gold_function is None:
+        raise UserError("nothing to compare by: give reward_model.path, rules or gold_function")
+    if cfg.temperature < 0:
+        raise UserError("temperature must not be negative; 0 is greedy")
+
+
+def build_scorer(cfg: EvaluateConfig, device):
+    if cfg.reward_model.style == "rule":
+        return rule_scorer(cfg.reward_model.rule)
+    if cfg.reward_model.style == "function":
+        return function_scorer(cfg.reward_model.function)
+    model = load_reward_model(ModelConfig(cfg.reward_model.path, cfg.policy.dtype), device)
+    tokenizer = load_tokenizer(cfg.reward_model.path)
+
+    def forward(ids, mask):
+        with arithmetic([model], next(trunk_of(model).parameters()).dtype):
+            hidden = last_hidden(model, ids, mask)
+        return score_at_end(model.score, hidden, mask)
+
+    def scorer(prompts, responses, columns):
+        with progress_bar(label="scoring", unit="responses", total=len(prompts)) as bar:
+            return model_scores(forward, tokenizer, prompts, responses, cfg.micro_batch_size_per_gpu, device, bar)
+
+    return scorer
+
+
+# ------------------------------------------------------------------------------------------------------ report
+
+LABELS = {
+    "gold_score": "gold score", "reward_score": "reward score", "win_rate": "win rate", "kl_per_token": "KL per token (nats)",
+    "response_length": "response length (tokens)", "truncated": "cut off (share)",
+}
+
+
+def table_rows(report: dict) -> list[list[str]]:
+    rows = []
+    for metric in [*(m for m in LABELS if m in report["comparison"]), *(m for m in report["comparison"] if m not in LABELS)]:
+        c = report["comparison"][metric]
+        low, high = c["ci95"]
+        rows.append([
+            LABELS.get(metric, metric), f"{c['baseline']:.3f}", f"{c['policy']:.3f}", f"{c['difference']:+.3f}", f"[{low:+.3f}, {high:+.3f}]"
+        ])
+    return rows
+
+
+def print_report(report: dict, n_samples: int) -> None:
+    n = len(report["samples"])
+    print(f"\n{n} held-out prompts; win rate judged by {report['win_rate_judge']}")
+    print(f"{'':26}{'before':>9}{'after':>9}{'change':>9}   95% interval of the change")
+    for label, before, after, change, interval in table_rows(report):
+        print(f"{label:26}{before:>9}{after:>9}{change:>9}   {interval}")
+    for sample in report["samples"][:n_samples]:
+        print(show(f"\n> {sample['prompt'][-200:]}"))
+        sides = [textwrap.wrap(sample[name]["response"], 46) or ["(empty)"] for name in ("baseline", "policy")]
+        print(f"  {'before':48}after")
+        for i in range(max(map(len, sides))):
+            left, right = (side[i] if i < len(side) else "" for side in sides)
+            print(show(f"  {left:48}{right}"))
+    print()
+
+
+def training_curves(policy_path: str) -> list[dict]:
+    """Metrics of the PPO run that wrote the policy, where its folder still stands around it."""
+    return read_metrics(Path(policy_path).parent) if Path(policy_path).is_dir() else []
+
+
+def figure_svg(figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+
+
+def html_report(report: dict, curves: list[dict]) -> str:
+    """One page without outside links: table, score histograms, training curves, all samples side by side."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "flatrlhf"  # the same report gives the same file
+    from matplotlib.figure import Figure
+
+    plots = []
+    scores = [m for m in report["comparison"] if m in report["samples"][0]["baseline"] and m != "truncated"]
+    figure = Figure(figsize=(4 * len(scores), 3), layout="constrained")
+    for axis, metric in zip(figure.subplots(1, len(scores), squeeze=False)[0], scores):
+        values = [[s[name][metric] for s in report["samples"]] for name in ("baseline", "policy")]
+        axis.hist(values, bins=15, label=["before", "after"])
+        axis.set_title(LABELS.get(metric, metric))
+        axis.legend()
+    plots.append(figure_svg(figure))
+    names = ["objective/score_mean", "objective/kl_per_token", "rollout/response_length_mean", "objective/entropy"]
+    if curves and all(name in curves[0] for name in names):
+        figure = Figure(figsize=(16, 3), layout="constrained")
+        for axis, name in zip(figure.subplots(1, 4), names):
+            axis.plot([c["step"] for c in curves], [c[name] for c in curves])
+            axis.set_title(name)
+            axis.set_xlabel("PPO step")
+        plots.append(figure_svg(figure))
+    cells = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in table_rows(report))
+    judge = report["win_rate_judge"]
+    samples = "".join(
+        f"<tr><td>{html.escape(s['prompt'])}</td>"
+        + "".join(f"<td>{html.escape(s[name]['response'])}<br><small>{s[name][judge]:.3f}</small></td>" for name in ("baseline", "policy"))
+        + "</tr>"
+        for s in report["samples"]
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>flatrlhf evaluation</title>
+<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}}
+table{{border-collapse:collapse;width:100%}}td,th{{border-bottom:1px solid #ddd;padding:.4em .6em;text-align:left;vertical-align:top}}
+svg{{max-width:100%;height:auto}}small{{color:#777}}td{{white-space:pre-wrap}}</style></head><body>
+<h1>Before and after</h1>
+<p>Baseline <code>{html.escape(report["baseline"])}</code>, policy <code>{html.escape(report["policy"])}</code>;
+{len(report["samples"])} held-out prompts, temperature {report["temperature"]}; win rate judged by {judge}.
+Intervals are 95% bootstrap intervals of the change, over prompts.</p>
+<table><tr><th></th><th>before</th><th>after</th><th>change</th><th>95% interval</th></tr>{cells}</table>
+<h2>Scores{" and training" if len(plots) > 1 else ""}</h2>{"".join(plots)}
+<h2>All answers</h2><table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>
+<script type="application/json" id="comparison">{json.dumps(report["comparison"])}</script>
+</body></html>
+"""
+
+
+if __name__ == "__main__":
+    run_stage(evaluate, EvaluateConfig)

@@ -1,0 +1,101 @@
+"""Reading what prepare_data.py wrote, and the one function that turns a dialogue into token ids."""
+
+import json
+from pathlib import Path
+
+from utils.config import UserError
+
+COLUMNS = {
+    "preference": ("id", "source", "prompt", "chosen", "rejected", "margin", "metadata"),
+    "prompts": ("id", "source", "prompt", "ground_truth", "reference", "metadata"),
+    "trajectories": ("id", "source", "prompt", "response", "reward", "logprobs", "metadata"),
+}
+
+
+def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
+    """Chat template with the assistant's header, exactly one bos for models that have one, as ids."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokenizer("x").input_ids[:1] == [bos] and ids[:1] != [bos]:
+        ids = [bos, *ids]
+    return ids
+
+
+def encode_response(tokenizer, text: str) -> list[int]:
+    """A finished response as ids: its text, in which special tokens count as plain text, and eos."""
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    return [*ids, tokenizer.eos_token_id]
+
+
+def decode_response(tokenizer, ids: list[int]) -> str:
+    """Response ids -> text without special tokens."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def load_rows(folder: str, split: str, kinds: tuple[str, ...]) -> list[dict]:
+    """Rows of one split of a folder that prepare_data.py wrote.
+
+    split: `train` or `test`. Raises UserError when the folder is missing, of another kind, or has no such rows.
+    """
+    import pyarrow.parquet
+
+    path = Path(folder)
+    if not path.is_dir():
+        raise UserError(f"data folder {folder} does not exist; prepare_data.py writes one")
+    files = sorted(path.glob(f"{split}-*.parquet"))
+    if not files:
+        raise UserError(f"data folder {folder} has no {split}-*.parquet; prepare_data.py writes it")
+    kind = folder_kind(folder)
+    if kind not in kinds:
+        raise UserError(f"data folder {folder} holds {kind}; this needs {' or '.join(kinds)} (prepare_data.py --kind)")
+    rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
+    if not rows:
+        raise UserError(f"data folder {folder} has no {split} rows; see its report.json")
+    return rows
+
+
+def folder_kind(folder: str) -> str:
+    """`preference`, `prompts` or `trajectories`, by the columns of the folder's files."""
+    import pyarrow.parquet
+
+    file = next(iter(sorted(Path(folder).glob("*.parquet"))), None)
+    if file is None:
+        raise UserError(f"data folder {folder} has no .parquet files; prepare_data.py writes them")
+    try:
+        names = set(pyarrow.parquet.read_schema(file).names)
+    except Exception as error:
+        raise UserError(f"{file} is not a readable Parquet file ({error}); run prepare_data.py again") from None
+    for kind, columns in COLUMNS.items():
+        if set(columns) <= names:
+            return kind
+    raise UserError(f"{file} has columns {sorted(names)}, which no kind of prepare_data.py has")
+
+
+def encode_prompts(tokenizer, rows: list[dict], max_length: int, response_length: int, positions: int | None) -> list[list[int]]:
+    """Prompt ids of rows; a row that leaves no room for the response in the model's positions is an error."""
+    prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
+    for row, ids in zip(rows, prompts):
+        if len(ids) > max_length:
+            raise UserError(
+                f"row {row['id']}: its prompt has {len(ids)} tokens, more than max_prompt_length {max_length}; "
+                "prepare the data with this model's tokenizer and limit"
+            )
+        if positions is not None and len(ids) + response_length > positions:
+            raise UserError(
+                f"row {row['id']}: prompt {len(ids)} + response {response_length} tokens exceed the model's {positions} "
+                "positions; lower max_response_length or prepare the data with a lower max_prompt_length"
+            )
+    return prompts
+
+
+def show(text: str) -> str:
+    """Text that any console can print."""
+    import sys
+
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def parse_metadata(row: dict) -> dict:
+    return json.loads(row["metadata"]) if row.get("metadata") else {}

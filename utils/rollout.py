@@ -1,0 +1,52 @@
+"""Sampling responses with transformers' generate."""
+
+import torch
+
+from utils.tensors import pad_rows
+
+
+@torch.no_grad()
+def generate(
+    lm,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    eos_ids: list[int],
+    pad_id: int,
+    batch_size: int = 64,
+    synced_gpus: bool = False,
+    progress=None,
+) -> list[list[int]]:
+    """Response ids for each prompt, up to and including the first eos; without one the response was cut off.
+
+    temperature 0 is greedy. Sampling is from the model's full distribution at that temperature: the model's
+    own generation defaults (top-p, repetition penalty, ...) are switched off, because training uses
+    the full distribution too. Prompts run longest first in batches of `batch_size`.
+    """
+    from transformers import GenerationConfig
+
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    else:
+        sampling = {"do_sample": False}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True, **sampling
+    )
+    device = next(lm.parameters()).device
+    responses: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    own_config, lm.generation_config = lm.generation_config, config  # nothing of the model's own config leaks in
+    try:
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            reversed_ids, reversed_mask = pad_rows([prompts[i][::-1] for i in rows], pad_id, torch.long)
+            ids, mask = reversed_ids.flip(1).to(device), reversed_mask.flip(1).long().to(device)  # left-padded (B, P)
+            output = lm.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=synced_gpus)
+            for row, tokens in zip(rows, output[:, ids.shape[1] :].tolist()):
+                end = next((i + 1 for i, token in enumerate(tokens) if token in eos_ids), len(tokens))
+                responses[row] = tokens[:end]
+            if progress is not None:
+                progress.update(len(rows))
+    finally:
+        lm.generation_config = own_config
+    return responses

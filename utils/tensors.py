@@ -1,0 +1,49 @@
+"""Masked reductions and token log-probabilities: the arithmetic that stages share."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x` where the boolean `mask` (same shape) is true; 0 with zero gradient if nothing is.
+
+    Values outside the mask are selected away, not multiplied by 0, so NaN or inf there has no effect.
+    """
+    return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Shift and scale `x` to mean 0 and variance 1 over the mask; 0 outside the mask.
+
+    Uses the population variance, so one valid element, or all equal ones, give 0 and not NaN.
+    """
+    mean = masked_mean(x, mask)
+    variance = masked_mean((x - mean) ** 2, mask)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0)
+
+
+def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """log softmax(logits)[labels] in nats, fp32: logits (..., V), labels (...) -> (...).
+
+    Never builds the (..., V) log-softmax; the caller bounds the memory by passing a chunk of positions.
+    """
+    logits = logits.float()
+    return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits) in nats, fp32: (..., V) -> (...)."""
+    logits = logits.float()
+    return logits.logsumexp(-1) - (F.softmax(logits, -1) * logits).sum(-1)
+
+
+def pad_rows(rows: list, value, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Lists of different lengths -> right-padded (B, T) tensor and its boolean mask."""
+    width = max((len(row) for row in rows), default=0)
+    padded = torch.full((len(rows), width), value, dtype=dtype)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+        mask[i, : len(row)] = True
+    return padded, mask

@@ -1,0 +1,83 @@
+"""What a run shows and writes while it goes: progress bars, metrics.jsonl, TensorBoard."""
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+from utils.config import write_text
+
+
+def progress_bar(iterable=None, label: str = "", unit: str = "it", total: int | None = None, initial: int = 0):
+    """A bar with rate and ETA on a terminal, nothing in a log file, and only on the first rank."""
+    from tqdm import tqdm
+
+    quiet = int(os.environ.get("RANK", 0)) != 0 or not sys.stderr.isatty()
+    return tqdm(iterable, desc=label, unit=unit, total=total, initial=initial, disable=quiet, dynamic_ncols=True)
+
+
+def peak_memory_gb(device=None) -> float:
+    """Largest memory so far in GB: of the GPU if there is one, else resident memory of this process."""
+    import torch
+
+    if device is not None and device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform != "darwin" else 1) / 1e9
+
+
+class Metrics:
+    """metrics.jsonl (one object a step) and accelerate's trackers, written by the first rank only."""
+
+    def __init__(self, folder: Path, accelerator, resume_step: int = 0):
+        self.file = folder / "metrics.jsonl"
+        self.accelerator = accelerator
+        self.is_main = accelerator.is_main_process
+        if self.is_main and self.file.exists():
+            # Steps after the checkpoint are run again, so their lines go; a half-written last line goes too.
+            lines = []
+            for line in self.file.read_text(encoding="utf-8").splitlines():
+                try:
+                    if json.loads(line)["step"] <= resume_step:
+                        lines.append(line + "\n")
+                except (json.JSONDecodeError, KeyError):
+                    continue
+            write_text(self.file, "".join(lines))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.accelerator.log(values, step=step)
+        if self.is_main:
+            rounded = {k: float(f"{v:.6g}") for k, v in values.items()}
+            with open(self.file, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **rounded}) + "\n")
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    file = Path(folder) / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+class Timer:
+    """Seconds by phase: `with timer("rollout"): ...`; read `timer.seconds`."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, phase: str):
+        self.phase, self.start = phase, time.perf_counter()
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + time.perf_counter() - self.start
+
+
+def remaining(done: int, total: int, seconds: float) -> str:
+    """Time left as m:ss, from the mean pace so far."""
+    left = int(seconds / max(done, 1) * (total - done))
+    return f"{left // 60}:{left % 60:02d}"
