@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from utils.config import ModelConfig, UserError, open_output_dir, record_run, run_stage, write_json, write_text
-from utils.data import decode_response, encode_prompts, load_rows, show
+from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.launch import gather_lists, split_for_rank, start_accelerator
 from utils.models import (
     arithmetic, eos_ids, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, max_positions, project, score_at_end, trunk_of,
@@ -132,7 +132,7 @@ def evaluate(cfg: EvaluateConfig) -> dict:
     check_config(cfg)
     accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.micro_batch_size_per_gpu, cfg.seed, 1.0)
     device, micro = accelerator.device, cfg.micro_batch_size_per_gpu
-    rows = load_rows(cfg.data, "test", ("prompts", "preference", "trajectories"))[: cfg.max_prompts]
+    rows = load_prompts(cfg.data, "test")[: cfg.max_prompts]
     if cfg.rules or (cfg.reward_model and cfg.reward_model.style == "rule"):
         check_ground_truth(rows)
     folder = Path(cfg.output_dir)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import LoraOptions, ModelConfig, UserError, open_output_dir, record_run, run_stage
-from utils.data import decode_response, encode_prompts, load_rows, show
+from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.launch import gather_lists, split_for_rank, start_accelerator
 from utils.models import (
     RoleModel, adapter_base, add_lora, add_reward_adapter, eos_ids, load_causal_lm, load_reward_model, load_tokenizer,
@@ -192,7 +192,8 @@ def ppo_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_ratio: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate loss (Schulman et al. 2017, eq. 7), mean over the mask. All (B, T)."""
-    log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
+    logprobs, old_logprobs, advantages = (torch.where(mask, x, 0) for x in (logprobs, old_logprobs, advantages))
+    log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
     loss = masked_mean(torch.maximum(-advantages * ratio, -advantages * clipped), mask)
@@ -212,6 +213,7 @@ def ppo_value_loss(
 
     Mean over the mask; all (B, T). (The form of OpenAI's baselines, as in Ziegler et al. 2019.)
     """
+    values, old_values, returns = (torch.where(mask, x, 0) for x in (values, old_values, returns))
     clipped = torch.maximum(torch.minimum(values, old_values + value_clip), old_values - value_clip)
     error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
     loss = 0.5 * masked_mean(torch.maximum(error, clipped_error), mask)
@@ -482,7 +484,7 @@ def train(cfg: PPOConfig) -> list[dict]:
     rank, world = accelerator.process_index, accelerator.num_processes
 
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
-    rows = load_rows(cfg.data, "train", ("prompts", "preference", "trajectories"))
+    rows = load_prompts(cfg.data, "train")
     if cfg.reward_model.style == "rule":
         check_ground_truth(rows)
     with accelerator.main_process_first():
@@ -664,7 +666,7 @@ def sample_held_out(model, cfg: PPOConfig, tokenizer, stop_ids, scorer, step: in
     """Greedy answers to the first held-out prompts, on the first rank: their mean score, two printed, all in samples.jsonl."""
     if not accelerator.is_main_process:
         return {}
-    rows = load_rows(cfg.data, "test", ("prompts", "preference", "trajectories"))[: cfg.eval_prompts]
+    rows = load_prompts(cfg.data, "test")[: cfg.eval_prompts]
     prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, None)
     with model.use("policy") as lm:
         responses = generate(lm, prompts, cfg.max_response_length, 0.0, stop_ids, tokenizer.pad_token_id)

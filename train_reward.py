@@ -23,7 +23,7 @@ from utils.config import LoraOptions, ModelConfig, UserError, open_output_dir, r
 from utils.data import encode_prompt, encode_response, load_rows, show
 from utils.launch import gather_lists, split_for_rank, start_accelerator
 from utils.models import (
-    arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model, save_adapter, save_model,
+    add_lora, arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model, save_adapter, save_model,
     score_at_end,
     start_checkpointing, template_fingerprint, write_stats,
 )
@@ -198,15 +198,7 @@ def build_model(cfg: RewardTrainConfig, device) -> ScoreModel:
     if cfg.lora is None:
         model.requires_grad_(True)
     else:
-        from peft import LoraConfig, get_peft_model
-
-        config = LoraConfig(
-            r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=cfg.lora.target_modules, task_type="SEQ_CLS"
-        )
-        try:
-            model = get_peft_model(model, config)
-        except ValueError as error:
-            raise UserError(f"lora.target_modules {cfg.lora.target_modules}: {str(error).splitlines()[0]}") from None
+        model = add_lora(model, cfg.lora, "default", cfg.seed, task="SEQ_CLS")
     if cfg.model.gradient_checkpointing:
         start_checkpointing(model)
     return ScoreModel(model, dtype)

@@ -27,6 +27,7 @@ def byte_tokenizer(bos: bool = False):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<|unk|>", "<|start|>", "<|end|>"]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(specials + alphabet)}, []))
+    tokenizer.add_special_tokens(specials)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(

@@ -52,6 +52,8 @@ class LoraOptions:
     """the update is scaled by lora_alpha / r"""
     target_modules: str | list[str] = "all-linear"
     """names of the layers that get an adapter"""
+    last_layers: int | None = None
+    """put adapters on the last so many transformer layers only, and end the backward pass there; null = on all"""
 
 
 # ---------------------------------------------------------------------------------------------------- parsing

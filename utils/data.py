@@ -55,6 +55,14 @@ def load_rows(folder: str, split: str, kinds: tuple[str, ...]) -> list[dict]:
     return rows
 
 
+def load_prompts(folder: str, split: str) -> list[dict]:
+    """Rows of one split, of any kind, each prompt once."""
+    unique = {}
+    for row in load_rows(folder, split, ("prompts", "preference", "trajectories")):
+        unique.setdefault(json.dumps(row["prompt"]), row)
+    return list(unique.values())
+
+
 def folder_kind(folder: str) -> str:
     """`preference`, `prompts` or `trajectories`, by the columns of the folder's files."""
     import pyarrow.parquet
@@ -95,7 +103,3 @@ def show(text: str) -> str:
 
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def parse_metadata(row: dict) -> dict:
-    return json.loads(row["metadata"]) if row.get("metadata") else {}

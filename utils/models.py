@@ -21,7 +21,7 @@ from utils.tensors import token_entropy, token_logprobs
 # A model without a chat template gets this one. Each turn ends with the eos token, as each response does.
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n\n{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 STATS_FILE = "reward_stats.json"  # beside a reward model: what its scores mean
@@ -431,12 +431,12 @@ def start_checkpointing(model: nn.Module, **kwargs) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False, **kwargs})
     model.enable_input_require_grads()
 
-    def follow_grad_mode(layer, *_):
-        layer.training = torch.is_grad_enabled()
+    def follow_grad_mode(trunk, args):
+        for module in trunk.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.training = torch.is_grad_enabled()
 
-    trunk_of(model.get_base_model() if hasattr(model, "get_base_model") else model).register_forward_pre_hook(
-        lambda module, args: [follow_grad_mode(m) for m in module.modules() if hasattr(m, "gradient_checkpointing")] and None
-    )
+    trunk_of(model.get_base_model() if hasattr(model, "get_base_model") else model).register_forward_pre_hook(follow_grad_mode)
 
 
 def _lora_layers(model: nn.Module) -> list[nn.Module]:
@@ -445,12 +445,25 @@ def _lora_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int):
+def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, task: str = "CAUSAL_LM"):
     """Put a new adapter on `model` (wrapped on the first call); A is drawn from the seed, B is 0."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    config = LoraConfig(r=options.r, lora_alpha=options.lora_alpha, target_modules=options.target_modules, task_type="CAUSAL_LM")
-    with torch.random.fork_rng():
+    layers, targets = None, options.target_modules
+    if options.last_layers is not None:
+        n = model.config.get_text_config().num_hidden_layers
+        if not 1 <= options.last_layers <= n:
+            raise UserError(f"lora.last_layers {options.last_layers} must be between 1 and the model's {n} layers")
+        layers = list(range(n - options.last_layers, n))
+        if targets == "all-linear":  # peft wants names when layers are chosen
+            trunk = trunk_of(model.get_base_model() if isinstance(model, PeftModel) else model)
+            linear = (m for m in trunk.named_modules() if isinstance(m[1], nn.Linear) or type(m[1]).__name__ == "Conv1D")
+            targets = sorted({name.split(".")[-1] for name, _ in linear if ".lora_" not in name and name.split(".")[-1] != "base_layer"}
+                             | {name.split(".")[-2] for name, _ in trunk.named_modules() if name.endswith(".base_layer")})
+    config = LoraConfig(
+        r=options.r, lora_alpha=options.lora_alpha, target_modules=targets, layers_to_transform=layers, task_type=task
+    )
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             if not isinstance(model, PeftModel):
@@ -473,7 +486,7 @@ def add_reward_adapter(model: nn.Module, path: str) -> nn.Linear:
     score = weights.pop(heads[0])
     config = LoraConfig(
         r=saved.r, lora_alpha=saved.lora_alpha, target_modules=saved.target_modules, use_rslora=saved.use_rslora,
-        task_type="CAUSAL_LM",
+        layers_to_transform=saved.layers_to_transform, task_type="CAUSAL_LM",
     )
     model.add_adapter("reward", config)
     result = set_peft_model_state_dict(model, weights, adapter_name="reward")

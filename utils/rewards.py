@@ -65,7 +65,7 @@ def numbers(text: str) -> list[Fraction]:
         if "/" in digits and int(digits.split("/")[1]) == 0:
             continue
         before = re.sub(r"[\s$]{0,2}$", "", text[: match.start()])
-        negative = before.endswith("-") and not re.search(r"[\w)]\s?$", before[:-1])
+        negative = before.endswith("-") and not re.search(r"[\d)]\s?$|[A-Za-z]$", before[:-1])
         found.append(-Fraction(digits) if negative else Fraction(digits))
     return found
 

@@ -1,0 +1,204 @@
+"""Configuration, and bad input: one line that says what to do, exit code 2."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT, tiny_llama, byte_tokenizer
+from prepare_data import DataConfig
+from evaluate import EvaluateConfig
+from train_ppo import KLControl, PPOConfig, check_config, count_steps
+from train_reward import RewardTrainConfig
+from utils.config import UserError, known_keys, open_output_dir, parse_config
+
+PPO = ["--model.path", "m", "--data", "d", "--output_dir", "o", "--reward_model.path", "r", "--total_steps", "1"]
+
+
+def ppo(*more):
+    return parse_config(PPOConfig, [*PPO, *more])
+
+
+def test_yaml_then_command_line_and_the_last_wins(tmp_path):
+    (tmp_path / "a.yaml").write_text("lr: 1e-6\nlora: {r: 4}\nalgorithm: {kl_ctrl: {method: adaptive, target_kl: 0.1}}\n")
+    (tmp_path / "b.yaml").write_text("lr: 2e-6\nlora: null\n")
+    a, b = str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")
+    cfg = ppo("--config", a)
+    assert (cfg.lr, cfg.lora.r, cfg.lora.lora_alpha, cfg.algorithm.kl_ctrl.target_kl) == (1e-6, 4, 16, 0.1)
+    cfg = ppo("--config", a, "--config", b)
+    assert (cfg.lr, cfg.lora) == (2e-6, None)
+    assert ppo("--config", a, "--lr", "3e-5", "--lora.r", "8").lr == 3e-5
+    assert ppo("--config", b, "--lora.r", "8").lora.r == 8
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--learning_rat", "unknown option --learning_rat"), ("--kl_coef", "did you mean 'algorithm.kl_coef'"), ("--lora.rr", "did you mean 'lora.r'"),
+        ("--algoritm.lam", "did you mean 'algorithm.lam'"), ("--model.pth", "did you mean 'model.path'"),
+    ],
+)
+def test_unknown_option_names_the_nearest(option, message):
+    with pytest.raises(UserError, match=message):
+        ppo(option, "1")
+
+
+def test_unknown_yaml_key_names_file_and_nearest(tmp_path):
+    (tmp_path / "a.yaml").write_text("algorithm: {clip_ration: 0.1}\n")
+    with pytest.raises(UserError, match="a.yaml: unknown key 'algorithm.clip_ration'; did you mean 'algorithm.clip_ratio'"):
+        ppo("--config", str(tmp_path / "a.yaml"))
+    (tmp_path / "a.yaml").write_text("- a\n")
+    with pytest.raises(UserError, match="expected `key: value` lines"):
+        ppo("--config", str(tmp_path / "a.yaml"))
+    (tmp_path / "a.yaml").write_text("a: [\n")
+    with pytest.raises(UserError, match="not valid YAML"):
+        ppo("--config", str(tmp_path / "a.yaml"))
+    with pytest.raises(UserError, match="cannot be read"):
+        ppo("--config", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize("option, value", [("--lr", "fast"), ("--ppo_epochs", "1.5"), ("--critic.kind", "adaptor"), ("--overwrite", "perhaps")])
+def test_wrong_types_name_the_key(option, value):
+    with pytest.raises(UserError, match=option[2:]) as caught:
+        ppo(option, value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_required_key_is_named():
+    with pytest.raises(UserError, match="model.path"):
+        parse_config(PPOConfig, PPO[2:])
+
+
+@pytest.mark.parametrize("config", [DataConfig, RewardTrainConfig, PPOConfig, EvaluateConfig])
+def test_every_option_is_described(config, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(config, ["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    branches = {key.rsplit(".", 1)[0] for key in known_keys(config) if "." in key}
+    for key in set(known_keys(config)) - branches:
+        assert f"--{key}" in text, key
+    import dataclasses
+    from docstring_parser import parse_from_object
+
+    described = {p.arg_name for p in parse_from_object(config).params if p.description}
+    nested = {key.split(".")[0] for key in branches}
+    assert {f.name for f in dataclasses.fields(config)} - nested <= described
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--rollout.temperature", "0"], "temperature must be above 0"),
+        (["--algorithm.kl_ctrl.method", "adaptive"], "needs target_kl"),
+        (["--algorithm.kl_ctrl.method", "adaptive", "--algorithm.kl_ctrl.target_kl", "-1"], "needs target_kl"),
+        (["--algorithm.kl_ctrl.method", "adaptive", "--algorithm.kl_ctrl.target_kl", "1", "--algorithm.kl_ctrl.horizon", "0"], "horizon must be"),
+        (["--algorithm.kl_ctrl.target_kl", "0.1"], "have no effect with method fixed"),
+        (["--reward_model.rule", "gsm8k"], "reward_model.rule has no effect"),
+        (["--reward_model.style", "rule"], "needs reward_model.rule"),
+        (["--lora", "null"], "critic.kind adapter needs lora"),
+        (["--critic.loss_coef", "0.5"], "critic.loss_coef has no effect"),
+        (["--total_epochs", "1"], "total_steps or total_epochs"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        check_config(ppo(*options))
+
+
+@pytest.mark.parametrize(
+    "batch, mini, micro, n, world, message",
+    [
+        (8, 3, 1, 1, 1, "train_batch_size 8 is not a multiple of ppo_mini_batch_size 3"),
+        (8, 16, 8, 1, 1, "train_batch_size 8 is not a multiple of ppo_mini_batch_size 16"),
+        (8, 8, 8, 1, 2, r"ppo_mini_batch_size 8 is not a multiple of ppo_micro_batch_size_per_gpu 8 x 2 rank\(s\) = 16"),
+        (8, 8, 8, 3, 1, "train_batch_size 8 is not a multiple of rollout.n 3"),
+        (8, 8, 0, 1, 1, "ppo_micro_batch_size_per_gpu 0 must be at least 1"),
+    ],
+)
+def test_batch_sizes_that_do_not_divide(batch, mini, micro, n, world, message):
+    sizes = ["--train_batch_size", batch, "--ppo_mini_batch_size", mini, "--ppo_micro_batch_size_per_gpu", micro, "--rollout.n", n]
+    with pytest.raises(UserError, match=message):
+        count_steps(ppo(*map(str, sizes)), 100, world)
+
+
+def test_steps_of_epochs():
+    cfg = parse_config(PPOConfig, [*PPO[:-2], "--total_epochs", "2", "--train_batch_size", "8", "--ppo_mini_batch_size", "8", "--rollout.n", "2"])
+    assert count_steps(cfg, 5, 1) == 3  # 4 prompts a step, 10 prompts in all
+
+
+def test_output_dir_of_another_run(tmp_path):
+    folder = tmp_path / "run"
+    open_output_dir(str(folder), False, False)
+    (folder / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="--resume auto"):
+        open_output_dir(str(folder), False, False)
+    open_output_dir(str(folder), False, True)
+    assert (folder / "run.json").exists()
+    open_output_dir(str(folder), True, False)
+    assert not (folder / "run.json").exists()
+    (folder / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="files that no run wrote"):
+        open_output_dir(str(folder), True, False)
+    with pytest.raises(UserError, match="is a file"):
+        open_output_dir(str(folder / "thesis.txt"), True, False)
+
+
+# --- whole commands
+
+
+def run(stage, *options, env=None):
+    command = [sys.executable, str(ROOT / stage), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}))
+
+
+def test_bad_input_ends_with_one_line_and_code_2(tmp_path, tiny, preferences):
+    tiny_llama(max_position_embeddings=32).save_pretrained(tmp_path / "short")
+    byte_tokenizer().save_pretrained(tmp_path / "short")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "run.json").write_text("{}")
+    out = tmp_path / "out"
+    base = ["--model.path", tiny, "--data", preferences, "--output_dir", out, "--report_to", "none"]
+    rl = [*base, "--total_steps", 1, "--train_batch_size", 8, "--ppo_mini_batch_size", 8]
+    cases = [
+        ("train_reward.py", [*base, "--epoch", 1], "did you mean 'epochs'"),
+        ("train_reward.py", [*base, "--data", tmp_path / "nowhere"], "data folder .*nowhere does not exist"),
+        ("train_reward.py", [*base, "--model.path", tmp_path / "nowhere"], "model folder .*nowhere does not exist"),
+        ("train_reward.py", [*base, "--output_dir", tmp_path / "used"], "is not empty"),
+        ("train_reward.py", [*base, "--model.path", tmp_path / "short"], "the model has 32 positions"),
+        ("train_reward.py", [*base, "--lora.target_modules", '["no_such"]'], "lora.target_modules"),
+        ("train_ppo.py", [*rl, "--reward_model.path", tiny], "without a score head"),
+        ("train_ppo.py", [*rl, "--reward_model.style", "rule", "--reward_model.rule", "gsm8k"], "ground_truth None is not a number"),
+        ("train_ppo.py", [*rl, "--reward_model.path", tiny, "--ppo_mini_batch_size", 3], "not a multiple of ppo_mini_batch_size 3"),
+        ("train_ppo.py", [*rl, "--reward_model.style", "function", "--reward_model.function", "nope:f"], "reward function nope:f"),
+        ("train_ppo.py", [*rl, "--reward_model.path", tiny, "--model.path", tmp_path / "short", "--max_response_length", 30], "exceed the model's 32 positions|without a score head"),
+        ("prepare_data.py", ["--source", tmp_path / "none.jsonl", "--tokenizer", tiny, "--output_dir", out], "none.jsonl does not exist"),
+        ("evaluate.py", ["--policy.path", tiny, "--baseline.path", tiny, "--data", preferences, "--output_dir", out], "nothing to compare by"),
+    ]
+    for stage, options, message in cases:
+        result = run(stage, *options)
+        lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert result.returncode == 2, (stage, options, result.stderr[-2000:])
+        assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr[-2000:]
+        assert __import__("re").search(message, lines[0]), lines[0]
+    assert not out.exists() and (tmp_path / "used" / "run.json").read_text() == "{}"
+
+
+def test_any_console_can_show_any_text(tmp_path, tiny):
+    row = {"prompt": "你好 😀 e\u0301", "chosen": "ответ", "rejected": "\u2028x"}
+    (tmp_path / "raw.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    result = run(
+        "prepare_data.py", "--source", tmp_path / "raw.jsonl", "--tokenizer", tiny, "--output_dir", tmp_path / "out", "--eval_fraction", 0,
+        env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"},
+    )
+    assert result.returncode == 0 and "\\u4f60" in result.stdout, result.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["rows_out"] == {"train": 1, "test": 0}
+
+
+def test_importing_a_stage_does_nothing_and_needs_no_deepspeed():
+    code = "import sys, prepare_data, train_reward, train_ppo, evaluate; assert not {'deepspeed', 'vllm', 'matplotlib'} & set(sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout == "", result.stderr

@@ -1,0 +1,258 @@
+"""The equations, against numbers worked out by hand, limits, and padding that must not matter."""
+
+import math
+
+import pytest
+import torch
+
+from train_ppo import KL_COEF_BOUNDS, gae, k3, kl_shaped_rewards, next_kl_coef, ppo_policy_loss, ppo_value_loss
+from train_reward import bradley_terry_loss, fit_temperature, learning_rate, preference_accuracy, wilson_interval
+from utils import masked_mean, masked_whiten, token_logprobs
+from utils.tensors import token_entropy
+
+T = torch.tensor
+ONES = torch.ones(1, 3, dtype=torch.bool)
+
+
+def close(a, b, tolerance=1e-6):
+    torch.testing.assert_close(torch.as_tensor(a).float(), torch.as_tensor(b).float(), atol=tolerance, rtol=0)
+
+
+def pad(x, value, columns=2):
+    """Columns of rubbish on the right."""
+    return torch.cat([x, torch.full((x.shape[0], columns), value, dtype=x.dtype)], 1)
+
+
+# --- masked reductions
+
+
+def test_masked_mean_selects():
+    x = T([[1.0, 2.0, math.nan], [3.0, math.inf, math.nan]])
+    mask = T([[True, True, False], [True, False, False]])
+    close(masked_mean(x, mask), 2.0)
+
+
+def test_masked_mean_of_nothing_is_zero_with_zero_gradient():
+    x = T([1.0, 2.0], requires_grad=True)
+    mean = masked_mean(x, T([False, False]))
+    mean.backward()
+    assert mean.item() == 0 and x.grad.tolist() == [0, 0]
+
+
+def test_masked_mean_gradient_ignores_nan():
+    x = T([1.0, math.nan], requires_grad=True)
+    masked_mean(x, T([True, False])).backward()
+    assert x.grad.tolist() == [1, 0]
+
+
+def test_masked_whiten_by_hand():
+    # mean 2, population variance ((1)^2 + 0 + (1)^2) / 3 = 2/3
+    out = masked_whiten(T([[1.0, 2.0, 3.0, 99.0]]), T([[True, True, True, False]]))
+    close(out, [[-math.sqrt(1.5), 0.0, math.sqrt(1.5), 0.0]], 1e-5)
+
+
+@pytest.mark.parametrize("x", [[[5.0, math.nan]], [[3.0, 3.0]]])
+def test_masked_whiten_of_one_or_equal_values_is_zero(x):
+    x = T(x)
+    assert masked_whiten(x, ~x.isnan()).tolist() == [[0.0, 0.0]]
+
+
+def test_whitening_ignores_a_shift():
+    x, mask = torch.randn(4, 5), torch.rand(4, 5) > 0.3
+    close(masked_whiten(x + 50, mask), masked_whiten(x, mask), 1e-4)
+
+
+def test_token_logprobs_and_entropy():
+    logits = T([[math.log(4.0), math.log(3.0), math.log(2.0), 0.0]])  # .4 .3 .2 .1
+    close(token_logprobs(logits, T([1])), [math.log(0.3)])
+    close(token_entropy(logits), [-sum(p * math.log(p) for p in (0.4, 0.3, 0.2, 0.1))])
+    assert token_logprobs(logits.bfloat16(), T([1])).dtype == torch.float32
+
+
+# --- rewards and advantages
+
+
+def test_score_stands_on_the_last_response_token():
+    mask = T([[True, True, True, False, False], [True] * 5])
+    zeros = torch.zeros(2, 5)
+    rewards = kl_shaped_rewards(T([2.0, 3.0]), zeros, zeros, mask, 0.1)
+    assert rewards.tolist() == [[0, 0, 2, 0, 0], [0, 0, 0, 0, 3]]
+
+
+def test_kl_is_paid_on_every_token():
+    logprobs, ref = T([[-1.0, -2.0, -3.0]]), T([[-1.5, -2.0, -2.0]])
+    rewards = kl_shaped_rewards(T([1.0]), logprobs, ref, ONES, 0.1)
+    close(rewards, [[-0.05, 0.0, 1.1]])
+
+
+def test_rewards_ignore_rubbish_in_padding():
+    mask = T([[True, True, False]])
+    rewards = kl_shaped_rewards(T([1.0]), T([[-1.0, -1.0, math.nan]]), T([[-2.0, -1.0, math.inf]]), mask, 0.5)
+    assert rewards.tolist() == [[-0.5, 1.0, 0.0]]
+
+
+def test_a_row_without_response_tokens_gets_no_reward():
+    assert kl_shaped_rewards(T([9.0]), torch.zeros(1, 2), torch.zeros(1, 2), T([[False, False]]), 1.0).tolist() == [[0, 0]]
+
+
+def test_gae_by_hand():
+    # deltas: 0 + .4 - .5 = -.1; 0 + .3 - .4 = -.1; 1 - .3 = .7. lambda .5: A3 = .7; A2 = -.1 + .35; A1 = -.1 + .125
+    advantages, returns = gae(T([[0.0, 0.0, 1.0]]), T([[0.5, 0.4, 0.3]]), ONES, 1.0, 0.5)
+    close(advantages, [[0.025, 0.25, 0.7]])
+    close(returns, [[0.525, 0.65, 1.0]])
+
+
+def test_gae_with_discount_by_hand():
+    # gamma .9, lambda 1: returns are discounted sums, A = return - value
+    advantages, returns = gae(T([[1.0, 2.0, 3.0]]), T([[0.1, 0.2, 0.3]]), ONES, 0.9, 1.0)
+    close(returns, [[1 + 0.9 * 2 + 0.81 * 3, 2 + 0.9 * 3, 3.0]], 1e-5)
+    close(advantages, returns - T([[0.1, 0.2, 0.3]]), 1e-5)
+
+
+def test_gae_with_lambda_zero_is_the_td_error():
+    rewards, values = torch.randn(3, 4), torch.randn(3, 4)
+    advantages, _ = gae(rewards, values, torch.ones(3, 4, dtype=torch.bool), 0.7, 0.0)
+    following = torch.cat([values[:, 1:], torch.zeros(3, 1)], 1)
+    close(advantages, rewards + 0.7 * following - values)
+
+
+def test_gae_ignores_padding():
+    rewards, values = T([[0.0, 0.0, 1.0]]), T([[0.5, 0.4, 0.3]])
+    plain = gae(rewards, values, ONES, 1.0, 0.5)
+    padded = gae(pad(rewards, math.nan), pad(values, 7.0), pad(ONES, False), 1.0, 0.5)
+    for a, b in zip(plain, padded):
+        assert b[:, :3].tolist() == a.tolist() and b[:, 3:].tolist() == [[0, 0]]
+
+
+def test_k3_by_hand():
+    difference = T([-0.5, 0.1])  # logprob - ref_logprob
+    close(difference.mean(), -0.2)  # k1 can be negative
+    close(k3(difference, torch.zeros(2)).mean(), ((math.exp(0.5) - 1 - 0.5) + (math.exp(-0.1) - 1 + 0.1)) / 2)
+    close(k3(difference, torch.zeros(2)).mean(), 0.0768, 1e-4)
+
+
+# --- losses
+
+
+def test_policy_loss_by_hand():
+    # ratios 1.5 (clipped to 1.2 for A > 0), 0.5 (clipped to 0.8 for A < 0), 1.1
+    logprobs = T([[1.5, 0.5, 1.1]]).log()
+    loss, metrics = ppo_policy_loss(logprobs, torch.zeros(1, 3), T([[1.0, -1.0, 2.0]]), ONES, 0.2)
+    close(loss, (-1.2 + 0.8 - 2.2) / 3)
+    close(metrics["policy/clip_fraction"], 2 / 3)
+    close(metrics["policy/ratio_mean"], 3.1 / 3)
+    close(metrics["policy/approx_kl"], sum(r - 1 - math.log(r) for r in (1.5, 0.5, 1.1)) / 3)
+
+
+def test_clipped_tokens_have_no_gradient():
+    logprobs = T([[1.5, 0.5, 1.1]]).log().requires_grad_()
+    ppo_policy_loss(logprobs, torch.zeros(1, 3), T([[1.0, -1.0, 2.0]]), ONES, 0.2)[0].backward()
+    close(logprobs.grad, [[0.0, 0.0, -2.2 / 3]])
+
+
+def test_policy_gradient_at_ratio_one():
+    logprobs = torch.zeros(1, 3, requires_grad=True)
+    loss, metrics = ppo_policy_loss(logprobs, torch.zeros(1, 3), T([[1.0, -2.0, 4.0]]), ONES, 0.2)
+    loss.backward()
+    close(logprobs.grad, [[-1 / 3, 2 / 3, -4 / 3]])
+    assert metrics["policy/approx_kl"] == 0 and metrics["policy/clip_fraction"] == 0 and metrics["policy/ratio_mean"] == 1
+
+
+def test_value_loss_by_hand():
+    # 1: value 1.0, old 0.5, clip .2 -> .7; return 2: errors 1 and 1.69, the larger counts. 2: inside the clip: 0.01
+    loss, metrics = ppo_value_loss(
+        T([[1.0, 0.1]]), T([[0.5, 0.0]]), T([[2.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool), 0.2
+    )
+    close(loss, 0.5 * (1.69 + 0.01) / 2)
+    close(metrics["critic/clip_fraction"], 0.5)
+
+
+@pytest.mark.parametrize("rubbish", [0.0, 1e30, math.inf, math.nan])
+def test_losses_and_metrics_ignore_padding(rubbish):
+    torch.manual_seed(0)
+    x = [torch.randn(2, 3) * 0.1 for _ in range(3)]
+    mask = T([[True, True, True], [True, False, False]])
+    for function in (ppo_policy_loss, ppo_value_loss):
+        inputs = x[0].clone().requires_grad_()
+        loss, metrics = function(inputs, x[1], x[2], mask, 0.2)
+        loss.backward()
+        wide = pad(x[0], rubbish, 97).requires_grad_()
+        padded_loss, padded_metrics = function(wide, pad(x[1], rubbish, 97), pad(x[2], rubbish, 97), pad(mask, False, 97), 0.2)
+        padded_loss.backward()
+        close(padded_loss, loss)
+        close(wide.grad[:, :3], inputs.grad)
+        assert not wide.grad[:, 3:].any()
+        for name in metrics:
+            close(padded_metrics[name], metrics[name])
+
+
+def test_loss_of_an_all_masked_batch_is_zero():
+    logprobs = torch.full((1, 2), math.nan, requires_grad=True)
+    loss, _ = ppo_policy_loss(logprobs, torch.zeros(1, 2), torch.ones(1, 2), T([[False, False]]), 0.2)
+    loss.backward()
+    assert loss.item() == 0 and logprobs.grad.tolist() == [[0, 0]]
+
+
+# --- KL controller
+
+
+def test_controller_by_hand():
+    close(next_kl_coef(0.1, 0.2, 0.1, 1000, 100), 0.1 * (1 + 0.2 * 0.1))  # error 1, clipped to 0.2
+    close(next_kl_coef(0.1, 0.11, 0.1, 1000, 100), 0.1 * (1 + 0.1 * 0.1))
+    close(next_kl_coef(0.1, 0.0, 0.1, 1000, 100), 0.1 * (1 - 0.2 * 0.1))
+    close(next_kl_coef(0.1, 0.1, 0.1, 1000, 100), 0.1)
+
+
+def test_controller_is_bounded():
+    up = down = 0.2
+    for _ in range(3000):
+        up, down = next_kl_coef(up, 1.0, 0.1, 10_000, 256), next_kl_coef(down, 0.0, 0.1, 10_000, 256)
+    assert (down, up) == KL_COEF_BOUNDS
+
+
+@pytest.mark.parametrize("target, horizon", [(0, 100), (-1, 100), (0.1, 0)])
+def test_controller_refuses_bad_values(target, horizon):
+    with pytest.raises(ValueError):
+        next_kl_coef(0.1, 0.1, target, horizon, 1)
+
+
+# --- Bradley-Terry
+
+
+def test_bradley_terry_by_hand():
+    loss, metrics = bradley_terry_loss(T([1.0, 0.0]), T([0.0, 2.0]))
+    close(loss, (math.log(1 + math.exp(-1)) + math.log(1 + math.exp(2))) / 2)
+    close(metrics["accuracy"], 0.5)
+    close(metrics["margin"], -0.5)
+
+
+def test_bradley_terry_margin():
+    close(bradley_terry_loss(T([1.0]), T([0.0]), T([1.0]))[0], math.log(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bradley_terry_is_finite_at_the_extremes(dtype):
+    close(bradley_terry_loss(T([-400.0], dtype=dtype), T([400.0], dtype=dtype))[0], 800.0)
+    close(bradley_terry_loss(T([400.0], dtype=dtype), T([-400.0], dtype=dtype))[0], 0.0)
+
+
+def test_a_tie_counts_half():
+    close(preference_accuracy(torch.zeros(10), torch.zeros(10)), 0.5)
+    close(preference_accuracy(T([1.0, 0.0, 2.0, 0.0]), T([0.0, 1.0, 2.0, -1.0])), 2.5 / 4)
+
+
+def test_temperature_recovers_the_scale():
+    # differences d with chosen winning as often as sigmoid(d / 2) says: 100 pairs at d = 2 ln 3, of which 75 agree
+    d = 2 * math.log(3)
+    assert abs(fit_temperature([d] * 75 + [-d] * 25) - 2) < 0.05
+
+
+def test_learning_rate_schedule():
+    rates = [learning_rate(step, 20, 1.0) for step in range(20)]
+    close(rates[:3], [0.5, 1.0, 1.0])
+    close(rates[-1], 1 / 18)
+
+
+def test_wilson_interval_by_hand():
+    # 8 of 10: (0.8 + z²/20 ± z sqrt(0.016 + z²/400)) / (1 + z²/10), z = 1.96
+    assert wilson_interval(0.8, 10) == [0.4902, 0.9433]

@@ -1,0 +1,422 @@
+"""Models: what is read where, the four roles on one backbone, and what a saved model gives back."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import ROOT, byte_tokenizer, messages, tiny_llama
+from train_ppo import PPOConfig, Rollout, add_logprobs_and_values, build_roles, make_batch, save_final
+from train_reward import RewardTrainConfig, build_model, save_final as save_reward
+from utils.config import LoraOptions, ModelConfig, UserError
+from utils.data import encode_prompt, encode_response
+from utils.models import (
+    RoleModel, add_lora, chunked_logprobs, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, merged_state_dict, project,
+    score_at_end,
+)
+from utils.rewards import RewardConfig, model_scores
+from utils.rollout import generate
+from utils.tensors import pad_rows
+
+CPU = torch.device("cpu")
+TEXTS = ["a", "some words", "eleven char", "x" * 40, "yes", "no no no"]
+
+
+def close(a, b, tolerance=1e-5):
+    torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
+
+
+def ppo_config(path, **changes):
+    """Float32 roles with adapters that are not zero, so that roles differ."""
+    settings = dict(
+        model=ModelConfig(path, dtype="float32"), data="", output_dir="", reward_model=RewardConfig(style="rule", rule="gsm8k"), lora=LoraOptions(r=4)
+    )
+    return PPOConfig(**settings | changes)
+
+
+def stir(model, scale=0.3):
+    """Give all trained weights random values, as if training had happened."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter) * scale)
+
+
+def rollouts(lengths=(2, 5, 12, 7, 1, 9)):
+    torch.manual_seed(2)
+    rows = []
+    for i, n in enumerate(lengths):
+        prompt, response = torch.randint(3, 259, (4 + i,)).tolist(), torch.randint(3, 259, (n,)).tolist()
+        rows.append(Rollout(i, prompt, response, "", True))
+    return rows
+
+
+# --- tokenizers
+
+
+def test_pad_is_not_eos_where_another_special_token_exists(tiny):
+    tokenizer = load_tokenizer(tiny)
+    assert tokenizer.pad_token == "<|unk|>" and tokenizer.eos_token == "<|end|>" and len(tokenizer) == 259
+
+
+def test_one_bos_or_none(tmp_path):
+    plain, with_bos = byte_tokenizer(), byte_tokenizer(bos=True)
+    assert encode_prompt(plain, messages("hi"))[0] == 1 and encode_prompt(plain, messages("hi")).count(1) == 2  # both from the template
+    from tokenizers.processors import TemplateProcessing
+
+    with_bos._tokenizer.post_processor = TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", 1)])
+    assert with_bos("x").input_ids[0] == 1
+    assert encode_prompt(with_bos, messages("hi")) == encode_prompt(plain, messages("hi"))  # not added twice
+    with_bos.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert encode_prompt(with_bos, messages("hi")) == [1, *plain("hi").input_ids]  # added once
+    assert encode_response(with_bos, "hi") == [*plain("hi").input_ids, 2]
+
+
+def test_special_tokens_in_a_response_are_text():
+    tokenizer = byte_tokenizer()
+    ids = encode_response(tokenizer, "a<|end|>b")
+    assert ids.count(2) == 1 and ids[-1] == 2 and len(ids) == len("a<|end|>b") + 1
+
+
+def test_a_model_without_template_gets_one(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    text = tokenizer.decode(encode_prompt(tokenizer, messages("q")) + encode_response(tokenizer, " a"))
+    assert text == "User: q\n\nAssistant: a<|end|>"
+
+
+# --- log-probabilities
+
+
+def families():
+    from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    size = dict(
+        vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        eos_token_id=2, pad_token_id=0, bos_token_id=1, initializer_range=0.2,
+    )
+    yield "llama", lambda: tiny_llama()
+    yield "gpt2", lambda: GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2))
+    yield "gemma2", lambda: Gemma2ForCausalLM(Gemma2Config(**size, head_dim=8, final_logit_softcapping=2.0))
+    yield "cohere", lambda: CohereForCausalLM(CohereConfig(**size, logit_scale=0.3))
+    yield "granite", lambda: GraniteForCausalLM(GraniteConfig(**size, logits_scaling=4.0))
+
+
+@pytest.mark.parametrize("name, build", list(families()), ids=[n for n, _ in families()])
+def test_chunked_logprobs_are_those_of_the_whole_model(name, build, monkeypatch):
+    monkeypatch.setattr("utils.models.LOGITS_CHUNK", 5)
+    torch.manual_seed(0)
+    model = build().eval()
+    ids = torch.randint(3, 259, (2, 9))
+    temperature = 0.5
+    reference = (model(ids).logits[:, :-1].float() / temperature).log_softmax(-1)
+    wanted = reference.gather(-1, ids[:, 1:, None])[..., 0].flatten()
+    hidden = last_hidden(model, ids, torch.ones_like(ids))[:, :-1].reshape(-1, 32)
+    logprobs, entropy = chunked_logprobs(model, hidden, ids[:, 1:].flatten(), temperature, entropy=True)
+    close(logprobs, wanted)
+    close(entropy, -(reference.exp() * reference).sum(-1).flatten())
+    gradients = [torch.autograd.grad(x.sum(), list(model.parameters()), allow_unused=True) for x in (logprobs, wanted)]
+    for a, b in zip(*gradients):
+        if b is not None:
+            close(a, b, 1e-3 * max(1.0, b.abs().max().item()))
+
+
+# --- roles
+
+
+def test_before_training_ratio_is_one_and_kl_zero(tiny):
+    cfg = ppo_config(tiny)
+    model, rows = build_roles(cfg, CPU), rollouts()
+    add_logprobs_and_values(rows, model, cfg, 0, CPU)
+    for row in rows:
+        assert row.logprobs == row.ref_logprobs  # KL exactly 0
+        assert row.values == [0.0] * len(row.response_ids)
+        out = model(make_batch([row], 0, CPU), ("policy", "critic"), cfg.rollout.temperature)
+        close(out["logprobs"], torch.tensor(row.logprobs))  # ratio 1, whatever the batch
+
+
+@pytest.mark.parametrize("kind", ["adapter", "shared"])
+def test_roles_do_not_depend_on_batch_or_padding(tiny, kind):
+    from train_ppo import CriticConfig
+
+    cfg = ppo_config(tiny, critic=CriticConfig(kind=kind))
+    model, rows = build_roles(cfg, CPU), rollouts()
+    stir(model)
+    together = model(make_batch(rows, 0, CPU), ("policy", "critic", "reference"), 0.7)
+    again = model(make_batch(rows, 77, CPU), ("policy", "critic", "reference"), 0.7)
+    single = [model(make_batch([row], 0, CPU), ("policy", "critic", "reference"), 0.7) for row in rows]
+    for name in ("logprobs", "values", "ref_logprobs"):
+        close(torch.cat([out[name] for out in single]), together[name])
+        assert torch.equal(again[name], together[name])  # the padding's id does not matter
+    assert (together["logprobs"] - together["ref_logprobs"]).abs().max() > 0.1
+
+
+def test_roles_are_the_models_they_claim_to_be(tiny):
+    """The policy is its merged model, the reference the untouched base, and temperature divides the logits."""
+    model, rows = build_roles(ppo_config(tiny), CPU), rollouts((3, 3))
+    stir(model)
+    merged = load_causal_lm(ModelConfig(tiny, dtype="float32"), CPU)
+    base = load_causal_lm(ModelConfig(tiny, dtype="float32"), CPU)
+    merged.load_state_dict(merged_state_dict(model.models["backbone"], "policy"))
+    out = model(make_batch(rows, 0, CPU), ("policy", "reference"), 0.5)
+    for name, plain in (("logprobs", merged), ("ref_logprobs", base)):
+        wanted = []
+        for row in rows:
+            ids = torch.tensor([row.prompt_ids + row.response_ids])
+            logits = plain(ids).logits[0, len(row.prompt_ids) - 1 : -1] / 0.5
+            wanted.append(logits.log_softmax(-1).gather(-1, ids[0, len(row.prompt_ids) :, None])[:, 0])
+        close(out[name], torch.cat(wanted), 1e-4)
+
+
+def test_switching_roles_keeps_gradients_apart(tiny):
+    model, rows = build_roles(ppo_config(tiny), CPU), rollouts()
+    stir(model)
+    for role, name in (("policy", "logprobs"), ("critic", "values")):
+        model.zero_grad()
+        model(make_batch(rows, 0, CPU), (role,))[name].sum().backward()
+        touched = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+        assert touched and all((f".{role}." in n) or (role == "critic" and n.startswith("value_head")) for n in touched)
+    policy, critic = model.groups()["policy"], model.groups()["critic"]
+    assert len(policy) + len(critic) == len(model.trainable()) and not set(policy) & set(critic)
+
+
+def test_checkpointing_gives_the_same_gradients(tiny):
+    gradients = []
+    for checkpointing in (False, True):
+        cfg = ppo_config(tiny, model=ModelConfig(tiny, dtype="float32", gradient_checkpointing=checkpointing))
+        model, rows = build_roles(cfg, CPU), rollouts()
+        stir(model)
+        out = model(make_batch(rows, 0, CPU), ("policy", "critic", "reference"))
+        (out["logprobs"].sum() + out["values"].sum()).backward()  # recomputed after the roles were switched back
+        gradients.append({n: p.grad for n, p in model.trainable().items()})
+        with model.use("policy") as lm:
+            tokens = generate(lm, [row.prompt_ids for row in rows], 20, 0.0, [2], 0)
+        gradients[-1]["tokens"] = tokens
+    assert gradients[0].pop("tokens") == gradients[1].pop("tokens")
+    for name in gradients[0]:
+        close(gradients[0][name], gradients[1][name], 1e-4)
+
+
+def test_checkpointing_recomputes(tiny, monkeypatch):
+    cfg = ppo_config(tiny, model=ModelConfig(tiny, dtype="float32", gradient_checkpointing=True))
+    model = build_roles(cfg, CPU)
+    calls = []
+    layer = model.lm("policy").model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    out = model(make_batch(rollouts(), 0, CPU), ("policy",))
+    assert len(calls) == 1
+    out["logprobs"].sum().backward()
+    assert len(calls) == 2
+
+
+def test_dropout_is_off_everywhere(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=128)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    cfg = ppo_config(str(tmp_path))
+    model, rows = build_roles(cfg, CPU), rollouts()
+    model.train()  # as a trainer may do
+    add_logprobs_and_values(rows, model, cfg, 0, CPU)
+    assert all(row.logprobs == row.ref_logprobs for row in rows)
+
+
+def test_a_policy_that_starts_from_an_adapter_has_kl_zero(tiny, tmp_path):
+    model = build_roles(ppo_config(tiny), CPU)
+    stir(model)
+    tokenizer = load_tokenizer(tiny)
+    save_final(model, tokenizer, ppo_config(tiny), tmp_path)
+    cfg = ppo_config(str(tmp_path / "adapter"))
+    started, rows = build_roles(cfg, CPU), rollouts()
+    add_logprobs_and_values(rows, started, cfg, 0, CPU)
+    assert all(row.logprobs == row.ref_logprobs for row in rows)
+    close(started(make_batch(rows, 0, CPU), ("policy",))["logprobs"], model(make_batch(rows, 0, CPU), ("policy",))["logprobs"], 1e-4)
+
+
+def test_saved_policy_is_the_policy(tiny, tmp_path):
+    """transformers opens `final/` without a word about keys, and decodes the same greedy text."""
+    from transformers import AutoModelForCausalLM
+
+    model = build_roles(ppo_config(tiny), CPU)
+    stir(model)
+    prompts = [row.prompt_ids for row in rollouts()]
+    with model.use("policy") as lm:
+        before = generate(lm, prompts, 12, 0.0, [2], 0)
+    save_final(model, load_tokenizer(tiny), ppo_config(tiny), tmp_path)
+    saved, info = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert generate(saved, prompts, 12, 0.0, [2], 0) == before
+    assert saved.config.use_cache and saved.config.tie_word_embeddings
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {"final", "adapter", "critic"}
+
+
+# --- reward models
+
+
+def scores_of(path, texts, batch_size=8):
+    model, tokenizer = load_reward_model(ModelConfig(path, dtype="float32"), CPU), load_tokenizer(path)
+
+    def forward(ids, mask):
+        return score_at_end(model.score, last_hidden(model, ids, mask), mask)
+
+    return model_scores(forward, tokenizer, [messages("q")] * len(texts), texts, batch_size, CPU)
+
+
+@pytest.fixture(scope="module")
+def reward_folders(tiny, tmp_path_factory):
+    """The same LoRA reward model saved in both formats, and a fully trained one; with their scores before saving."""
+    found = {}
+    for name in ("merged", "adapter", "full"):
+        cfg = RewardTrainConfig(
+            model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", save_format=None if name == "full" else name,
+            lora=None if name == "full" else LoraOptions(r=4),
+        )
+        model, tokenizer = build_model(cfg, CPU), load_tokenizer(tiny)
+        stir(model, 0.1)
+        folder = tmp_path_factory.mktemp(name)
+        save_reward(model, tokenizer, cfg, folder)
+        before = model_scores(model, tokenizer, [messages("q")] * len(TEXTS), TEXTS, 8, CPU)
+        found[name] = (str(folder), before)
+    return found
+
+
+@pytest.mark.parametrize("name", ["merged", "adapter", "full"])
+def test_saved_reward_model_scores_the_same_in_a_new_process(reward_folders, name):
+    folder, before = reward_folders[name]
+    code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}; from test_models import *; print(json.dumps(scores_of({folder!r}, TEXTS)))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    close(torch.tensor(json.loads(output.splitlines()[-1])), torch.tensor(before))
+    assert max(before) - min(before) > 0.1
+
+
+@pytest.mark.parametrize("name", ["merged", "full"])
+def test_plain_transformers_reads_the_same_scores(reward_folders, name):
+    """Their model looks for the last token that is not padding; the saved pad token makes that the eos."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder, before = reward_folders[name]
+    model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert model.config.num_labels == 1 and not info["missing_keys"] and not info["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [encode_prompt(tokenizer, messages("q")) + encode_response(tokenizer, text) for text in TEXTS]
+    ids, mask = pad_rows(rows, tokenizer.pad_token_id, torch.long)
+    close(model(ids, attention_mask=mask.long()).logits[:, 0].detach(), torch.tensor(before))
+
+
+def test_peft_reads_the_adapter(reward_folders):
+    from peft import AutoPeftModelForSequenceClassification
+
+    folder, before = reward_folders["adapter"]
+    model = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    tokenizer = load_tokenizer(folder)
+    model.config.pad_token_id = tokenizer.pad_token_id  # the base says pad = eos, and their model skips padding
+    scores = []
+    for text in TEXTS:
+        ids = torch.tensor([encode_prompt(tokenizer, messages("q")) + encode_response(tokenizer, text)])
+        scores.append(model(ids).logits[0, 0].item())
+    close(torch.tensor(scores), torch.tensor(before))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 6])
+def test_score_does_not_depend_on_batch_mates(reward_folders, batch_size):
+    folder, before = reward_folders["merged"]
+    close(torch.tensor(scores_of(folder, TEXTS, batch_size)), torch.tensor(before))
+
+
+@pytest.mark.parametrize("name", ["adapter", "merged"])
+def test_reward_role_gives_the_reward_models_scores(tiny, reward_folders, name):
+    """As an adapter on the policy's backbone, or as a model of its own."""
+    folder, before = reward_folders[name]
+    cfg = ppo_config(tiny, reward_model=RewardConfig(path=folder))
+    model = build_roles(cfg, CPU)
+    stir(model)
+    assert model.roles["reward"] == (("backbone", "reward") if name == "adapter" else ("reward", None))
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "reward" in n or "score" in n)
+
+    def forward(ids, mask):
+        return model({"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}, ("reward",))["scores"]
+
+    with torch.no_grad():
+        scores = model_scores(forward, load_tokenizer(tiny), [messages("q")] * len(TEXTS), TEXTS, 4, CPU)
+    close(torch.tensor(scores), torch.tensor(before))
+
+
+def test_score_is_read_at_the_last_real_token_with_pad_equal_to_eos():
+    model = tiny_llama().eval()
+    head = torch.nn.Linear(32, 1)
+    rows = [[5, 6, 7, 8, 2], [5, 6, 7, 8, 9, 10, 11, 12, 2]]
+    ids, mask = pad_rows(rows, 2, torch.long)
+    together = score_at_end(head, last_hidden(model, ids, mask), mask)
+    alone = [score_at_end(head, last_hidden(model, torch.tensor([r]), torch.ones(1, len(r))), torch.ones(1, len(r))) for r in rows]
+    close(together, torch.cat(alone))
+
+
+def test_models_that_are_no_reward_models_are_refused(tiny, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    with pytest.raises(UserError, match="without a score head"):
+        load_reward_model(ModelConfig(tiny), CPU)
+    AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=2).save_pretrained(tmp_path / "two")
+    with pytest.raises(UserError, match="has 2 outputs"):
+        load_reward_model(ModelConfig(str(tmp_path / "two")), CPU)
+    model = build_roles(ppo_config(tiny), CPU)
+    save_final(model, load_tokenizer(tiny), ppo_config(tiny), tmp_path)
+    with pytest.raises(UserError, match="LoRA folder without a score head"):
+        load_reward_model(ModelConfig(str(tmp_path / "adapter")), CPU)
+    with pytest.raises(UserError, match="LoRA folder without a score head"):
+        build_roles(ppo_config(tiny, reward_model=RewardConfig(path=str(tmp_path / "adapter"))), CPU)
+
+
+def test_a_model_that_lacks_weights_is_refused(tiny, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny_llama().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lacks weights: model.layers.0.mlp.up_proj.weight"):
+        load_causal_lm(ModelConfig(str(tmp_path)), CPU)
+
+
+# --- rollouts
+
+
+def test_generation_ends_at_any_eos_and_keeps_it(tiny):
+    model = load_causal_lm(ModelConfig(tiny, dtype="float32"), CPU)
+    prompts = [row.prompt_ids for row in rollouts()]
+    free = generate(model, prompts, 10, 0.0, [2], 0)
+    stops = [free[0][3], free[1][1]]
+    stopped = generate(model, prompts, 10, 0.0, stops, 0)
+    for a, b in zip(free, stopped):
+        end = next((i + 1 for i, t in enumerate(a) if t in stops), len(a))
+        assert b == a[:end]  # the sampled ids, eos included, nothing after it, nothing forced at the limit
+
+
+def test_generation_does_not_depend_on_batch_or_model_defaults(tiny):
+    model = load_causal_lm(ModelConfig(tiny, dtype="float32"), CPU)
+    prompts = [row.prompt_ids for row in rollouts()]
+    together = generate(model, prompts, 10, 0.0, [2], 0)
+    assert [generate(model, [p], 10, 0.0, [2], 0)[0] for p in prompts] == together
+    model.generation_config.repetition_penalty = 5.0
+    model.generation_config.max_length = 7
+    assert generate(model, prompts, 10, 0.0, [2], 0) == together
+    assert model.generation_config.repetition_penalty == 5.0
+
+
+def test_sampling_follows_the_temperature(tiny):
+    """4000 first tokens at temperature 0.5 have the frequencies of softmax(logits / 0.5), top-k and top-p off."""
+    model = load_causal_lm(ModelConfig(tiny, dtype="float32"), CPU)
+    model.generation_config.top_k, model.generation_config.top_p = 3, 0.5
+    prompt = [5, 6, 7]
+    wanted = (model(torch.tensor([prompt])).logits[0, -1] / 0.5).softmax(-1)
+    torch.manual_seed(0)
+    first = torch.tensor([r[0] for r in generate(model, [prompt] * 4000, 1, 0.5, [2], 0, batch_size=4000)])
+    frequency = torch.bincount(first, minlength=259) / 4000
+    assert (frequency - wanted).abs().max() < 4 * (0.25 / 4000) ** 0.5
+    assert (frequency > 0).sum() > 50

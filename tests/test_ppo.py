@@ -1,0 +1,342 @@
+"""The PPO stage as a whole: invariances of the update, resume, ranks, and that it learns."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+import train_ppo
+from conftest import ROOT, messages, tiny_llama
+from test_models import CPU, close, ppo_config, rollouts, stir
+from train_ppo import (
+    AlgorithmConfig, CriticConfig, KLControl, PPOConfig, RolloutConfig, add_logprobs_and_values, build_roles, experience, prompt_order,
+    train, update,
+)
+from train_reward import RewardTrainConfig, batch_pairs, build_model, optimizer_step, step_pairs
+from train_reward import train as train_reward_model
+from utils.config import LoraOptions, ModelConfig, UserError
+from utils.rewards import RewardConfig
+from utils.tracking import read_metrics
+
+
+def letters_a(prompts, responses, **columns):
+    """Share of the response that is lower-case letters a to m."""
+    return [sum("a" <= c <= "m" for c in r) / max(1, len(r)) for r in responses]
+
+
+def constant(prompts, responses, **columns):
+    return [100.0] * len(responses)
+
+
+def base_config(model, data, output_dir, **changes):
+    settings = dict(
+        model=ModelConfig(model, dtype="float32"), data=data, output_dir=str(output_dir), lora=LoraOptions(r=4),
+        reward_model=RewardConfig(style="function", function="test_ppo:letters_a"), train_batch_size=8, ppo_mini_batch_size=4,
+        ppo_micro_batch_size_per_gpu=2, max_response_length=8, total_steps=4, lr=1e-2, report_to="none",
+    )
+    return PPOConfig(**settings | changes)
+
+
+def given_rollouts(cfg, model):
+    """Rollouts of different lengths with scores and with log-probabilities of a somewhat older policy."""
+    rows = rollouts((2, 5, 12, 7, 1, 9, 3, 3))
+    add_logprobs_and_values(rows, model, cfg, 0, CPU)
+    torch.manual_seed(3)
+    for row in rows:
+        row.score = float(torch.randn(()))
+        row.logprobs = [x + 0.1 * float(torch.randn(())) for x in row.logprobs]
+        row.values = [float(torch.randn(())) for _ in row.values]
+    return rows
+
+
+def updated(cfg, pad_id=0):
+    """Trained weights and metrics after one update on the same rollouts."""
+    torch.manual_seed(0)
+    model = build_roles(cfg, CPU)
+    stir(model, 0.1)
+    rows = given_rollouts(cfg, model)
+    groups = model.groups()
+    optimizer = torch.optim.SGD([{"params": groups["policy"]}, {"params": groups["critic"]}], lr=0.1)
+    tensors, values = experience(rows, cfg, 0.1)
+    metrics = update(rows, tensors, model, optimizer, cfg, 1, pad_id, Accelerator(cpu=True))
+    return {n: p.detach().clone() for n, p in model.trainable().items()}, metrics | values
+
+
+@pytest.mark.parametrize("kind", ["adapter", "shared"])
+@pytest.mark.parametrize("lora", [LoraOptions(r=4), None])
+def test_update_does_not_depend_on_micro_batch_size_or_padding_id(tiny, kind, lora):
+    if lora is None and kind == "adapter":
+        return
+    cfg = ppo_config(tiny, critic=CriticConfig(kind=kind), lora=lora, train_batch_size=8, ppo_mini_batch_size=4, algorithm=AlgorithmConfig(entropy_coef=0.1))
+    weights, metrics = updated(dataclasses.replace(cfg, ppo_micro_batch_size_per_gpu=4))
+    for micro, pad_id in ((1, 0), (2, 55)):
+        other, other_metrics = updated(dataclasses.replace(cfg, ppo_micro_batch_size_per_gpu=micro), pad_id)
+        for name in weights:
+            close(other[name], weights[name])
+        for name in metrics:
+            assert other_metrics[name] == pytest.approx(metrics[name], abs=1e-5), name
+
+
+def test_token_mean_over_the_mini_batch():
+    """Two replies of 2 and 6 tokens with losses 1 and 0: the mean is 0.25, whatever the micro-batches."""
+    from utils import masked_mean
+
+    mask = torch.tensor([[True] * 2 + [False] * 4, [True] * 6])
+    losses = torch.tensor([[1.0] * 6, [0.0] * 6])
+    assert masked_mean(losses, mask) == 0.25
+    parts = [masked_mean(losses[i : i + 1], mask[i : i + 1]) * mask[i].sum() / mask.sum() for i in range(2)]
+    assert sum(parts) == 0.25
+
+
+def test_warmup_moves_the_critic_only(tiny):
+    cfg = ppo_config(tiny, critic=CriticConfig(warmup_steps=1), train_batch_size=8, ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=4)
+    torch.manual_seed(0)
+    before = build_roles(cfg, CPU)
+    stir(before, 0.1)
+    after, _ = updated(cfg)
+    for name, parameter in before.trainable().items():
+        assert torch.equal(after[name], parameter) == (not before._is_critic(name)), name
+
+
+def test_experience_by_hand(tiny):
+    """One response of two tokens: KL coefficient 0.5, score 1, lambda and gamma 1."""
+    cfg = ppo_config(tiny, algorithm=AlgorithmConfig(lam=1.0, gamma=1.0))
+    row = train_ppo.Rollout(0, [5], [6, 2], "x", True, 1.0, [-1.0, -2.0], [-1.5, -1.0], [0.3, 0.5], [0.2, 0.1])
+    tensors, metrics = experience([row], cfg, 0.5)
+    # token rewards: -.5 * .5 = -.25; 1 - .5 * -1 = 1.5. returns: 1.25, 1.5
+    close(tensors["returns"], torch.tensor([[1.25, 1.5]]))
+    close(tensors["advantages"], torch.tensor([[-1.0, 1.0]]), 1e-3)  # 1.05 and 1.4, whitened
+    wanted = {
+        "objective/kl": 0.5 - 1.0, "objective/kl_per_token": ((2.718281828**-0.5 - 1 + 0.5) + (2.718281828 - 1 - 1)) / 2,
+        "objective/score_mean": 1.0, "objective/reward_mean": 1.25, "objective/return_mean": 1.375, "objective/entropy": 0.4,
+        "critic/explained_variance": 1 - (0.175**2) / (0.125**2), "rollout/response_length_mean": 2, "rollout/truncated_fraction": 0,
+    }
+    for name, value in wanted.items():
+        assert metrics[name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_metrics_do_not_depend_on_padding(tiny):
+    """A batch with one long response gives the others the same share of each token mean."""
+    cfg = ppo_config(tiny)
+    model = build_roles(cfg, CPU)
+    rows = given_rollouts(cfg, model)
+    tensors, _ = experience(rows, cfg, 0.1)
+    assert not tensors["advantages"][~tensors["mask"]].any() and not tensors["returns"][~tensors["mask"]].any()
+    shifted = [dataclasses.replace(row, score=row.score + 50) for row in rows]
+    flat = ppo_config(tiny, algorithm=AlgorithmConfig(lam=1.0))
+    close(experience(shifted, flat, 0.1)[0]["advantages"], experience(rows, flat, 0.1)[0]["advantages"], 1e-4)
+
+
+def test_prompt_order_covers_each_epoch_once():
+    order = prompt_order(5, 0, 15, seed=7)
+    assert [sorted(order[i : i + 5]) for i in (0, 5, 10)] == [list(range(5))] * 3 and order[:5] != order[5:10]
+    assert prompt_order(5, 3, 4, seed=7) == order[3:7] and prompt_order(5, 0, 15, seed=8) != order
+
+
+# --- whole runs
+
+
+def weights_of(folder):
+    from safetensors.torch import load_file
+
+    return {str(f.relative_to(folder)): load_file(f) for f in sorted(Path(folder).rglob("*.safetensors")) if "checkpoints" not in str(f)}
+
+
+@pytest.mark.parametrize("kind, lora", [("adapter", LoraOptions(r=4)), ("shared", None)])
+def test_resume_is_bit_equal(tiny, preferences, tmp_path, kind, lora):
+    adaptive = AlgorithmConfig(kl_ctrl=KLControl("adaptive", target_kl=0.01, horizon=40))
+    cfg = base_config(tiny, preferences, tmp_path / "straight", critic=CriticConfig(kind=kind), lora=lora, algorithm=adaptive, save_every=2)
+    straight = train(cfg)
+    first = dataclasses.replace(cfg, output_dir=str(tmp_path / "resumed"), total_steps=2)
+    train(first)
+    with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "objec')  # a step that was cut off while it was written
+    second = train(dataclasses.replace(first, total_steps=4, resume="auto"))
+    assert [s["step"] for s in second] == [3, 4]
+    for a, b in zip(straight[2:], second):
+        different = {k for k in a if a[k] != b[k] and not k.startswith(("time/", "memory/", "rollout/tokens_per"))}
+        assert not different
+    a, b = weights_of(tmp_path / "straight"), weights_of(tmp_path / "resumed")
+    assert a.keys() == b.keys() and all(torch.equal(a[f][n], b[f][n]) for f in a for n in a[f])
+    assert [m["step"] for m in read_metrics(tmp_path / "resumed")] == [1, 2, 3, 4]
+    assert straight[0]["objective/kl_coef"] != straight[-1]["objective/kl_coef"]
+
+
+def test_resume_refuses_another_configuration(tiny, preferences, tmp_path):
+    cfg = base_config(tiny, preferences, tmp_path / "run", save_every=1, total_steps=1)
+    train(cfg)
+    with pytest.raises(UserError, match="does not fit this configuration"):
+        train(dataclasses.replace(cfg, resume="auto", lora=LoraOptions(r=8), total_steps=2))
+
+
+def test_first_step_starts_at_the_reference(tiny, preferences, tmp_path):
+    step = train(base_config(tiny, preferences, tmp_path / "run", ppo_epochs=1, ppo_mini_batch_size=8, total_steps=1))[0]
+    assert step["objective/kl"] == 0 and step["objective/kl_per_token"] == 0
+    assert step["policy/ratio_mean"] == pytest.approx(1, abs=1e-5) and step["policy/approx_kl"] == pytest.approx(0, abs=1e-5)
+    assert step["policy/clip_fraction"] == 0 and step["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
+    config = json.loads(json.dumps(__import__("yaml").safe_load((tmp_path / "run" / "config.yaml").read_text())))
+    assert config["rollout"]["temperature"] == 1.0 and config["algorithm"]["kl_ctrl"]["method"] == "fixed"
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["seed"] == 0 and record["versions"]["torch"] and record["wall_time_seconds"] > 0
+
+
+def test_a_policy_that_only_ends_keeps_the_run_going(tiny, preferences, tmp_path):
+    """All responses are the eos token alone: text empty, losses finite."""
+    from conftest import byte_tokenizer
+
+    model = tiny_llama(tie_word_embeddings=False)
+    model.lm_head.weight.data.zero_()
+    model.lm_head.weight.data[2] = 30 * model.model.norm.weight.data.sign()
+    model.model.layers[-1].register_forward_hook(lambda *_: None)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    from utils import rollout
+
+    real = rollout.generate
+    cfg = base_config(str(tmp_path / "model"), preferences, tmp_path / "run", total_steps=1, max_response_length=1)
+    train_ppo.generate = lambda lm, prompts, *args, **kwargs: [[2] for _ in prompts]
+    try:
+        step = train(cfg)[0]
+    finally:
+        train_ppo.generate = real
+    assert step["rollout/empty_fraction"] == 1 and step["rollout/truncated_fraction"] == 0
+    assert all(value == value and abs(value) < 1e6 for value in step.values())
+
+
+def test_a_constant_large_reward_does_no_harm(tiny, preferences, tmp_path):
+    cfg = base_config(
+        tiny, preferences, tmp_path / "run", total_steps=6, critic=CriticConfig(warmup_steps=2), lr=1e-3,
+        reward_model=RewardConfig(style="function", function="test_ppo:constant"),
+    )
+    steps = train(cfg)
+    assert steps[1]["objective/kl_per_token"] == 0 and steps[2]["objective/kl_per_token"] == 0  # warm-up left the policy alone
+    assert steps[-1]["objective/kl_per_token"] < 0.05 and steps[-1]["critic/loss"] < steps[0]["critic/loss"]
+
+
+def test_toy_reward_is_learned(tiny, preferences, tmp_path):
+    """From a share of about 0.1 letters a to m to at least 0.9, the maximum being 1."""
+    cfg = base_config(
+        tiny, preferences, tmp_path / "run", lora=None, critic=CriticConfig(kind="shared"), train_batch_size=64, ppo_mini_batch_size=32,
+        ppo_micro_batch_size_per_gpu=32, log_prob_micro_batch_size_per_gpu=64, total_steps=40, lr=3e-3, log_every=10,
+        algorithm=AlgorithmConfig(kl_coef=0.0),
+    )
+    scores = [step["objective/score_mean"] for step in train(cfg)]
+    assert scores[0] < 0.3 and sum(scores[-3:]) / 3 >= 0.9, scores[::5]
+
+
+# --- the reward stage
+
+
+def test_reward_update_does_not_depend_on_micro_batch_size(tiny, preferences):
+    from train_reward import encode_pairs
+    from utils.data import load_rows
+    from utils.models import load_tokenizer
+
+    pairs = encode_pairs(load_rows(preferences, "train", ("preference",))[:10], load_tokenizer(tiny), 256)
+    results = []
+    for micro, pad_id in ((10, 0), (3, 0), (1, 9)):
+        cfg = RewardTrainConfig(model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", lora=LoraOptions(r=4), micro_batch_size_per_gpu=micro, centering_coef=0.1)
+        model = build_model(cfg, CPU)
+        stir(model, 0.1)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        values = optimizer_step(model, optimizer, pairs, pad_id, cfg, Accelerator(cpu=True))
+        results.append((values, [p.detach().clone() for p in model.parameters() if p.requires_grad]))
+    for values, weights in results[1:]:
+        assert values == pytest.approx(results[0][0], abs=1e-5)
+        for a, b in zip(weights, results[0][1]):
+            close(a, b)
+
+
+def test_each_epoch_of_pairs_is_whole():
+    pairs = [{"id": i} for i in range(7)]
+    seen = [p["id"] for step in range(3) for p in step_pairs(pairs, step, 3, 0)]
+    assert sorted(seen) == list(range(7)) and len(step_pairs(pairs, 2, 3, 0)) == 1
+    assert [p["id"] for p in step_pairs(pairs, 3, 3, 0)] != seen[:3]
+
+
+def test_separable_pairs_are_learned_and_resume_is_bit_equal(tiny, preferences, tmp_path):
+    cfg = RewardTrainConfig(
+        model=ModelConfig(tiny, dtype="float32"), data=preferences, output_dir=str(tmp_path / "straight"), lora=LoraOptions(r=4), lr=5e-3,
+        train_batch_size=16, epochs=4, save_every=7, report_to="none",
+    )
+    result = train_reward_model(cfg)
+    assert result["accuracy"] == 1.0 and result["loss"] < 0.1 and result["tie_rate"] == 0
+    import shutil
+
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "final")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_000014")
+    train_reward_model(dataclasses.replace(cfg, output_dir=str(tmp_path / "resumed"), resume="auto"))
+    a, b = weights_of(tmp_path / "straight"), weights_of(tmp_path / "resumed")
+    assert a.keys() == b.keys() and all(torch.equal(a[f][n], b[f][n]) for f in a for n in a[f])
+
+
+def test_a_dead_head_does_not_look_right(tiny, preferences, tmp_path):
+    cfg = RewardTrainConfig(
+        model=ModelConfig(tiny, dtype="float32"), data=preferences, output_dir=str(tmp_path / "run"), lr=0.0, epochs=0.2, train_batch_size=16, report_to="none",
+    )
+    from unittest import mock
+
+    with mock.patch("train_reward.score_at_end", lambda head, hidden, mask: hidden.sum((1, 2)) * 0):
+        result = train_reward_model(cfg)
+    assert result["accuracy"] == 0.5 and result["tie_rate"] == 1.0
+
+
+# --- several processes
+
+
+def launch(config, stage, *options, timeout=600):
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate" / config), "--main_process_port", "0",
+        str(stage), *map(str, options),
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd=ROOT)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_two_ranks_give_the_update_of_one(tiny, tmp_path, critic):
+    outputs = []
+    for config in ("cpu.yaml", "multi_cpu.yaml"):
+        launch(config, ROOT / "tests" / "update_worker.py", tiny, tmp_path / config, critic)
+        outputs.append(torch.load(tmp_path / config, weights_only=True))
+    one, two = outputs
+    assert (one["world"], two["world"]) == (1, 2)
+    for stage in ("ppo", "reward"):
+        for name in one[stage]["weights"]:
+            close(two[stage]["weights"][name], one[stage]["weights"][name])
+        assert two[stage]["metrics"] == pytest.approx(one[stage]["metrics"], abs=1e-5)
+
+
+@pytest.mark.parametrize("config, ranks", [("cpu.yaml", 1), ("multi_cpu.yaml", 2)])
+def test_stages_run_under_accelerate_launch(tiny, preferences, tmp_path, config, ranks):
+    launch(
+        config, ROOT / "train_reward.py", "--model.path", tiny, "--data", preferences, "--output_dir", tmp_path / "reward", "--train_batch_size", 15,
+        "--micro_batch_size_per_gpu", 4, "--lr", "5e-3", "--epochs", 2, "--save_format", "adapter",
+    )
+    stats = json.loads((tmp_path / "reward" / "final" / "reward_stats.json").read_text())
+    assert stats["n"] == 22 and stats["accuracy"] == 1.0
+    out = launch(
+        config, ROOT / "train_ppo.py", "--model.path", tiny, "--data", preferences, "--output_dir", tmp_path / "ppo", "--reward_model.path",
+        tmp_path / "reward" / "final", "--total_steps", 2, "--train_batch_size", 8, "--ppo_mini_batch_size", 4, "--ppo_micro_batch_size_per_gpu", 2,
+        "--max_response_length", 8, "--save_every", 1, "--eval_every", 2,
+    )
+    assert f"x {ranks} rank(s)" in out
+    steps = read_metrics(tmp_path / "ppo")
+    assert [s["step"] for s in steps] == [1, 2] and steps[0]["objective/kl"] == 0
+    assert (tmp_path / "ppo" / "final" / "model.safetensors").exists() and (tmp_path / "ppo" / "checkpoints" / "step_000002").is_dir()
+    assert json.loads((tmp_path / "ppo" / "run.json").read_text())["world_size"] == ranks
+
+
+def test_ranks_sample_differently(tiny, preferences, tmp_path):
+    out = launch("multi_cpu.yaml", ROOT / "tests" / "sampling_worker.py", tiny)
+    samples = json.loads([line for line in out.splitlines() if line.startswith("[[")][-1])
+    assert len(samples) == 2 and samples[0] != samples[1]
