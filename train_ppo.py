@@ -24,7 +24,7 @@ from torch import Tensor
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import LoraOptions, ModelConfig, UserError, open_output_dir, record_run, run_stage
 from utils.data import decode_response, encode_prompts, load_prompts, show
-from utils.launch import gather_lists, split_for_rank, start_accelerator
+from utils.launch import gather_lists, split_for_rank, start_accelerator, unwrap
 from utils.models import (
     RoleModel, adapter_base, add_lora, add_reward_adapter, eos_ids, load_causal_lm, load_reward_model, load_tokenizer,
     max_positions, merged_state_dict, model_dtype, read_stats, resolve_model_path, save_adapter, save_model,
@@ -462,7 +462,7 @@ def mini_batch_step(
         for name, value in info.items():
             sums[name] = sums.get(name, 0.0) + value * (tokens / total_tokens)
     norms = {}
-    for name, parameters in accelerator.unwrap_model(model).groups().items():
+    for name, parameters in unwrap(model).groups().items():
         norms[f"{name}/grad_norm"] = float(accelerator.clip_grad_norm_(parameters, cfg.max_grad_norm))
     optimizer.step()
     optimizer.zero_grad()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import LoraOptions, ModelConfig, UserError, open_output_dir, record_run, run_stage, write_json
 from utils.data import encode_prompt, encode_response, load_rows, show
-from utils.launch import gather_lists, split_for_rank, start_accelerator
+from utils.launch import gather_lists, split_for_rank, start_accelerator, unwrap
 from utils.models import (
     add_lora, arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model, save_adapter, save_model,
     score_at_end,
@@ -209,7 +209,7 @@ def score_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, ac
     """Scores of all pairs, on every rank: (N,), (N,). Each rank runs its share, longest first."""
     mine = split_for_rank(list(enumerate(pairs)), accelerator.process_index, accelerator.num_processes)
     mine.sort(key=lambda item: -max(len(item[1]["chosen"]), len(item[1]["rejected"])))
-    model = accelerator.unwrap_model(model)
+    model = unwrap(model)
     results = []
     with progress_bar(label="evaluating", unit="pairs", total=len(mine)) as bar:
         for start in range(0, len(mine), micro_batch_size):
@@ -278,7 +278,7 @@ def train(cfg: RewardTrainConfig) -> dict:
         trained = sum(p.numel() for p in parameters)
         print(
             f"{len(pairs)} train pairs, {len(test_pairs)} test pairs; {steps} steps of {cfg.train_batch_size} pairs on {world} "
-            f"rank(s); {trained:,} trained weights; {str(accelerator.unwrap_model(model).dtype).removeprefix('torch.')} on {device}"
+            f"rank(s); {trained:,} trained weights; {str(unwrap(model).dtype).removeprefix('torch.')} on {device}"
         )
         print(show(f"first pair, chosen:   {tokenizer.decode(pairs[0]['chosen'])}"))
         print(show(f"first pair, rejected: {tokenizer.decode(pairs[0]['rejected'])}"), flush=True)
@@ -311,7 +311,7 @@ def train(cfg: RewardTrainConfig) -> dict:
     # 4. evaluate and save
     result = evaluate_pairs(model, test_pairs, tokenizer.pad_token_id, cfg.micro_batch_size_per_gpu, accelerator)
     if is_main:
-        save_final(accelerator.unwrap_model(model), tokenizer, cfg, folder / "final")
+        save_final(unwrap(model), tokenizer, cfg, folder / "final")
         result["template_fingerprint"] = template_fingerprint(tokenizer)
         write_stats(folder / "final", result)
         write_json(folder / "report.json", result)

@@ -155,7 +155,7 @@ def run(stage, *options, env=None):
 
 
 def test_bad_input_ends_with_one_line_and_code_2(tmp_path, tiny, preferences):
-    tiny_llama(max_position_embeddings=32).save_pretrained(tmp_path / "short")
+    tiny_llama(max_position_embeddings=20).save_pretrained(tmp_path / "short")
     byte_tokenizer().save_pretrained(tmp_path / "short")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "run.json").write_text("{}")
@@ -167,18 +167,18 @@ def test_bad_input_ends_with_one_line_and_code_2(tmp_path, tiny, preferences):
         ("train_reward.py", [*base, "--data", tmp_path / "nowhere"], "data folder .*nowhere does not exist"),
         ("train_reward.py", [*base, "--model.path", tmp_path / "nowhere"], "model folder .*nowhere does not exist"),
         ("train_reward.py", [*base, "--output_dir", tmp_path / "used"], "is not empty"),
-        ("train_reward.py", [*base, "--model.path", tmp_path / "short"], "the model has 32 positions"),
+        ("train_reward.py", [*base, "--model.path", tmp_path / "short"], "the model has 20 positions"),
         ("train_reward.py", [*base, "--lora.target_modules", '["no_such"]'], "lora.target_modules"),
         ("train_ppo.py", [*rl, "--reward_model.path", tiny], "without a score head"),
         ("train_ppo.py", [*rl, "--reward_model.style", "rule", "--reward_model.rule", "gsm8k"], "ground_truth None is not a number"),
         ("train_ppo.py", [*rl, "--reward_model.path", tiny, "--ppo_mini_batch_size", 3], "not a multiple of ppo_mini_batch_size 3"),
         ("train_ppo.py", [*rl, "--reward_model.style", "function", "--reward_model.function", "nope:f"], "reward function nope:f"),
-        ("train_ppo.py", [*rl, "--reward_model.path", tiny, "--model.path", tmp_path / "short", "--max_response_length", 30], "exceed the model's 32 positions|without a score head"),
+        ("train_ppo.py", [*rl, "--reward_model.style", "function", "--reward_model.function", "test_ppo:constant", "--model.path", tmp_path / "short"], "exceed the model's 20 positions"),
         ("prepare_data.py", ["--source", tmp_path / "none.jsonl", "--tokenizer", tiny, "--output_dir", out], "none.jsonl does not exist"),
         ("evaluate.py", ["--policy.path", tiny, "--baseline.path", tiny, "--data", preferences, "--output_dir", out], "nothing to compare by"),
     ]
     for stage, options, message in cases:
-        result = run(stage, *options)
+        result = run(stage, *options, env={"PYTHONPATH": str(ROOT / "tests")})
         lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
         assert result.returncode == 2, (stage, options, result.stderr[-2000:])
         assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr[-2000:]

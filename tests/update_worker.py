@@ -4,15 +4,16 @@
 """
 
 import sys
+from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from test_models import ppo_config, stir
 from test_ppo import given_rollouts
 from train_ppo import AlgorithmConfig, CriticConfig, build_roles, experience, update
 from train_reward import RewardTrainConfig, build_model, optimizer_step
 from utils.config import LoraOptions, ModelConfig
+from utils.launch import start_accelerator
 
 
 def ppo(tiny, critic, accelerator):
@@ -48,7 +49,7 @@ def reward(tiny, accelerator):
 
 if __name__ == "__main__":
     tiny, output, critic = sys.argv[1:]
-    accelerator = Accelerator()
+    accelerator = start_accelerator(Path("."), "none", 1, 0, 1.0)
     result = {"world": accelerator.num_processes, "ppo": ppo(tiny, critic, accelerator), "reward": reward(tiny, accelerator)}
     if accelerator.is_main_process:
         torch.save(result, output)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from utils.config import UserError
+from utils.launch import unwrap
 from utils.models import replacing
 
 
@@ -18,7 +19,7 @@ def save_checkpoint(output_dir: Path, step: int, accelerator, model, optimizer, 
         from safetensors.torch import save_file
 
         with replacing(folder) as temporary:
-            trained = {n: p.detach().cpu().contiguous() for n, p in trained_parameters(accelerator, model).items()}
+            trained = {n: p.detach().cpu().contiguous() for n, p in trained_parameters(model).items()}
             save_file(trained, temporary / "trained.safetensors")
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
             (temporary / "state.json").write_text(json.dumps({"step": step, **state}))
@@ -27,9 +28,8 @@ def save_checkpoint(output_dir: Path, step: int, accelerator, model, optimizer, 
     accelerator.wait_for_everyone()
 
 
-def trained_parameters(accelerator, model) -> dict[str, torch.nn.Parameter]:
-    model = accelerator.unwrap_model(model)
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def trained_parameters(model) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in unwrap(model).named_parameters() if p.requires_grad}
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -47,7 +47,7 @@ def load_checkpoint(output_dir: Path, accelerator, model, optimizer) -> dict | N
         return None
     folder = found[-1]
     saved = load_file(folder / "trained.safetensors")
-    parameters = trained_parameters(accelerator, model)
+    parameters = trained_parameters(model)
     different = sorted(set(saved) ^ set(parameters)) or sorted(n for n in saved if saved[n].shape != parameters[n].shape)
     if different:
         raise UserError(

@@ -11,10 +11,8 @@ def start_accelerator(output_dir: Path, report_to: str, micro_batch_size: int, s
     from accelerate import Accelerator, PartialState
     from accelerate.utils import set_seed
 
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    use_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes")
-    if use_deepspeed and not torch.cuda.is_available() and world > 1:
-        PartialState(cpu=True)  # accelerate does not start DeepSpeed's process group on a CPU by itself
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.cuda.is_available():
+        PartialState(cpu=True)  # accelerate does not connect several processes on a CPU by itself, nor DeepSpeed's
     log_with = None if report_to == "none" else report_to
     accelerator = Accelerator(log_with=log_with, project_dir=output_dir)
     if accelerator.state.deepspeed_plugin is not None:
@@ -40,6 +38,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
     except (OSError, AttributeError):
         pass  # not glibc
+
+
+def unwrap(model):
+    """The module inside DDP's or DeepSpeed's wrapper. (accelerate's own function imports DeepSpeed, which takes seconds.)"""
+    return getattr(model, "module", model)
 
 
 def gather_lists(values: list) -> list:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -53,6 +54,7 @@ def resolve_model_path(path: str) -> str:
             return str(folder)
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        quiet_in_logs()
         print(f"converting {file} to {folder} (once)", flush=True)
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -197,6 +199,7 @@ def new_reward_model(cfg: ModelConfig, device: torch.device, seed: int, dtype: t
 def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype, **kwargs):
     from transformers.utils import logging
 
+    quiet_in_logs()
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # "score.weight newly initialized" is intended; a missing head is checked above
     try:
@@ -216,6 +219,14 @@ def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype
     if missing:
         raise UserError(f"{path} lacks weights: {', '.join(sorted(missing)[:3])}{' ...' if len(missing) > 3 else ''}")
     return model
+
+
+def quiet_in_logs() -> None:
+    """The bars of transformers are for terminals."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -523,9 +534,9 @@ def merged_state_dict(model: nn.Module, adapter: str | None) -> dict[str, Tensor
 
 def save_model(model: nn.Module, state: dict[str, Tensor], tokenizer, folder: Path) -> None:
     """Write a plain Hugging Face folder (safetensors), whole or not at all."""
+    quiet_in_logs()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with replacing(folder) as temporary:
-        base.config.use_cache = True
         base.save_pretrained(temporary, state_dict=state)
         tokenizer.save_pretrained(temporary)
 
