@@ -5,7 +5,7 @@ MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-all bench clean
+.PHONY: demo test test-slow bench clean
 
 demo: .venv/installed $(MODEL)
 	$(PY) prepare_data.py --config configs/demo_data.yaml --overwrite true
@@ -16,8 +16,8 @@ demo: .venv/installed $(MODEL)
 test: .venv/installed
 	$(PY) -m pytest -q -m "not slow" tests
 
-test-all: .venv/installed $(MODEL)
-	$(PY) -m pytest -q tests
+test-slow: .venv/installed $(MODEL)
+	$(PY) -m pytest -q -m slow tests
 
 bench: .venv/installed $(MODEL)
 	$(PY) benchmarks/ppo_step.py

@@ -204,6 +204,7 @@ def evaluate(cfg: EvaluateConfig) -> dict:
         record_run(folder, cfg, started)
         print_report(report, cfg.show_samples)
         print(f"peak memory {peak_memory_gb(device):.2f} GB; report: {folder / 'report.html'}", flush=True)
+    accelerator.end_training()
     return report
 
 

@@ -27,8 +27,8 @@ from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.launch import gather_lists, split_for_rank, start_accelerator, unwrap
 from utils.models import (
     RoleModel, adapter_base, add_lora, add_reward_adapter, eos_ids, load_causal_lm, load_reward_model, load_tokenizer,
-    max_positions, merged_state_dict, model_dtype, read_stats, resolve_model_path, save_adapter, save_model,
-    template_fingerprint,
+    max_positions, merged_state_dict, model_dtype, read_stats, same_model, save_adapter,
+    save_model, template_fingerprint,
 )
 from utils.rewards import RewardConfig, check_ground_truth, check_reward_config, function_scorer, model_scores, rule_scorer
 from utils.rollout import generate
@@ -259,7 +259,7 @@ def build_roles(cfg: PPOConfig, device: torch.device) -> RoleModel:
     score_head = None
     if cfg.reward_model.style == "model":
         base = adapter_base(cfg.reward_model.path)
-        if base and cfg.lora is not None and base == resolve_model_path(cfg.model.path):
+        if base and cfg.lora is not None and same_model(base, cfg.model.path):
             score_head = add_reward_adapter(models["backbone"], cfg.reward_model.path)
             roles["reward"] = ("backbone", "reward")
         else:

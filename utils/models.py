@@ -122,6 +122,12 @@ def adapter_base(path: str) -> str | None:
     return resolve_model_path(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
 
 
+def same_model(path: str, other: str) -> bool:
+    """Whether two paths or hub names mean the same model."""
+    one, two = resolve_model_path(path), resolve_model_path(other)
+    return one == two or (Path(one).exists() and Path(two).exists() and Path(one).samefile(two))
+
+
 def load_causal_lm(cfg: ModelConfig, device: torch.device, dtype: torch.dtype | None = None):
     """A causal language model in eval mode with all dropout off and all weights frozen.
 
@@ -549,6 +555,8 @@ def save_adapter(model, adapter: str, folder: Path, head: Tensor | None = None) 
     weights = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(model, adapter_name=adapter).items()}
     config = model.peft_config[adapter]
     task, modules = config.task_type, config.modules_to_save
+    if Path(config.base_model_name_or_path).is_dir():  # so that the folder opens from anywhere
+        config.base_model_name_or_path = str(Path(config.base_model_name_or_path).resolve())
     if head is not None:
         weights["base_model.model.score.weight"] = head.detach().cpu().contiguous()
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
