@@ -321,12 +321,12 @@ class Rollout:
 
 def prompt_order(n_rows: int, position: int, count: int, seed: int) -> list[int]:
     """Row numbers at `position`, ..., `position + count - 1` of an endless stream of seeded epochs."""
-    rows = []
-    for p in range(position, position + count):
-        epoch, index = divmod(p, n_rows)
-        order = torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-        rows.append(int(order[index]))
-    return rows
+    first = position // n_rows
+    last = (position + count - 1) // n_rows
+    stream = []
+    for epoch in range(first, last + 1):
+        stream += torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+    return stream[position - first * n_rows :][:count]
 
 
 def seed_sampling(seed: int, step: int, rank: int) -> None:

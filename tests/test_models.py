@@ -256,6 +256,23 @@ def test_saved_policy_is_the_policy(tiny, tmp_path):
     assert names == {"final", "adapter", "critic"}
 
 
+def test_bfloat16_keeps_trained_weights_and_outputs_in_float32(tiny):
+    outputs = []
+    for dtype in ("float32", "bfloat16"):
+        model, rows = build_roles(ppo_config(tiny, model=ModelConfig(tiny, dtype=dtype)), CPU), rollouts()
+        stir(model, 0.1)
+        assert {p.dtype for p in model.trainable().values()} == {torch.float32}
+        assert model.lm("policy").model.embed_tokens.weight.dtype == getattr(torch, dtype)
+        out = model(make_batch(rows, 0, CPU), ("policy", "critic", "reference"), entropy=True)
+        (out["logprobs"].sum() + out["values"].sum()).backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.trainable().values()])
+        outputs.append(out | {"gradient": gradient / gradient.norm()})
+    for name in outputs[0]:
+        a, b = outputs[0][name], outputs[1][name]
+        assert b.dtype == torch.float32 and (a - b).norm() < 0.05 * a.norm(), name
+        assert (a - b).abs().max() > 0  # it did run in bfloat16
+
+
 # --- reward models
 
 
@@ -345,6 +362,21 @@ def test_reward_role_gives_the_reward_models_scores(tiny, reward_folders, name):
     with torch.no_grad():
         scores = model_scores(forward, load_tokenizer(tiny), [messages("q")] * len(TEXTS), TEXTS, 4, CPU)
     close(torch.tensor(scores), torch.tensor(before))
+
+
+def test_reward_role_in_bfloat16_gives_the_reward_models_scores(tiny, reward_folders):
+    """The head works in float32 in both places, so a score differs by no more than the hidden states do."""
+    folder, _ = reward_folders["adapter"]
+    model = build_roles(ppo_config(tiny, model=ModelConfig(tiny, dtype="bfloat16"), reward_model=RewardConfig(path=folder)), CPU)
+    alone = load_reward_model(ModelConfig(folder, dtype="float32"), CPU)
+    tokenizer = load_tokenizer(tiny)
+    rows = [encode_prompt(tokenizer, messages("q")) + encode_response(tokenizer, text) for text in TEXTS]
+    ids, mask = pad_rows(rows, 0, torch.long)
+    with torch.no_grad():
+        scores = model({"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}, ("reward",))["scores"]
+        wanted = score_at_end(alone.score, last_hidden(alone, ids, mask), mask)
+    assert scores.dtype == torch.float32 and len(set(scores.tolist())) == len(TEXTS)
+    assert (scores - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
 def test_score_is_read_at_the_last_real_token_with_pad_equal_to_eos():

@@ -288,8 +288,9 @@ def last_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
 def score_at_end(head: nn.Module, hidden: Tensor, attention_mask: Tensor) -> Tensor:
     """Scores (B,) in fp32, read at each row's last real token, found by the mask and never by a token id."""
     last = attention_mask.long().sum(-1) - 1
-    hidden = hidden[torch.arange(len(hidden), device=hidden.device), last]
-    return nn.functional.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
+    hidden = hidden[torch.arange(len(hidden), device=hidden.device), last].float()
+    with torch.autocast(hidden.device.type, enabled=False):
+        return nn.functional.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
 
 
 def project(model: nn.Module, hidden: Tensor) -> Tensor:
