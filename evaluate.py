@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from utils.config import ModelConfig, UserError, open_output_dir, record_run, run_stage, write_json, write_text
+from utils.config import ModelConfig, UserError, check_output_dir, open_output_dir, record_run, run_stage, write_json, write_text
 from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.launch import gather_lists, split_for_rank, start_accelerator
 from utils.models import (
@@ -130,16 +130,12 @@ def evaluate(cfg: EvaluateConfig) -> dict:
     """Run stage 4; returns the report that is also written to report.json."""
     started = time.time()
     check_config(cfg)
-    accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.micro_batch_size_per_gpu, cfg.seed, 1.0)
+    check_output_dir(cfg.output_dir, cfg.overwrite)
+    accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.seed)
     device, micro = accelerator.device, cfg.micro_batch_size_per_gpu
     rows = load_prompts(cfg.data, "test")[: cfg.max_prompts]
     if cfg.rules or (cfg.reward_model and cfg.reward_model.style == "rule"):
         check_ground_truth(rows)
-    folder = Path(cfg.output_dir)
-    if accelerator.is_main_process:
-        open_output_dir(cfg.output_dir, cfg.overwrite, resume=False)
-        record_run(folder, cfg)
-    accelerator.wait_for_everyone()
     mine = split_for_rank(rows, accelerator.process_index, accelerator.num_processes)
     results = [{"prompt": row["prompt"][-1]["content"]} for row in mine]
 
@@ -199,6 +195,7 @@ def evaluate(cfg: EvaluateConfig) -> dict:
         "policy": cfg.policy.path, "baseline": cfg.baseline.path, "samples": results,
     }
     if accelerator.is_main_process:
+        folder = open_output_dir(cfg.output_dir, cfg.overwrite)
         write_json(folder / "report.json", report)
         write_text(folder / "report.html", html_report(report, training_curves(cfg.policy.path)))
         record_run(folder, cfg, started)
@@ -213,8 +210,11 @@ def check_config(cfg: EvaluateConfig) -> None:
         check_reward_config(cfg.reward_model)
     if cfg.reward_model is None and not cfg.rules and cfg.gold_function is None:
         raise UserError("nothing to compare by: give reward_model.path, rules or gold_function")
-    if cfg.temperature < 0:
-        raise UserError("temperature must not be negative; 0 is greedy")
+    if cfg.temperature < 0 or cfg.seed < 0:
+        raise UserError("temperature and seed must not be negative; temperature 0 is greedy")
+    for name in ("max_prompts", "micro_batch_size_per_gpu", "max_response_length"):
+        if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
+            raise UserError(f"{name} must be at least 1")
 
 
 def build_scorer(cfg: EvaluateConfig, device):
@@ -232,7 +232,7 @@ def build_scorer(cfg: EvaluateConfig, device):
 
     def scorer(prompts, responses, columns):
         with progress_bar(label="scoring", unit="responses", total=len(prompts)) as bar:
-            return model_scores(forward, tokenizer, prompts, responses, cfg.micro_batch_size_per_gpu, device, bar)
+            return model_scores(forward, tokenizer, prompts, responses, cfg.micro_batch_size_per_gpu, device, max_positions(model), bar)
 
     return scorer
 

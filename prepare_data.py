@@ -16,6 +16,7 @@ import json
 import random
 import re
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from utils.tracking import progress_bar
 
 ROWS_PER_SHARD = 100_000
 EXAMPLES_PER_REASON = 3
+SIDECARS = ("report.json", "run.json", "state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # about data
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 
 
@@ -112,7 +114,7 @@ def read_source(source: str, hub: Hub) -> Iterator[tuple[str, object]]:
     """Yield (place, row) for each row of a source; a broken row yields its BadRow instead."""
     path = Path(source)
     if path.is_dir():
-        files = sorted(str(f) for f in path.rglob("*") if f.name.endswith(SUFFIXES))
+        files = sorted(str(f) for f in path.rglob("*") if f.name.endswith(SUFFIXES) and f.name not in SIDECARS)
         if not files:
             raise UserError(f"source folder {source} has no {', '.join(SUFFIXES)} files")
     elif path.is_file():
@@ -152,7 +154,7 @@ def read_file(file: str) -> Iterator[tuple[str, object]]:
                 yield from read_json_array(file, stream.read())
             else:
                 yield from read_json_lines(file, stream)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file}: cannot be read ({error})") from None
 
 
@@ -255,9 +257,18 @@ def as_answer(value, name: str, prompt: list[dict]) -> str:
         return messages[0]["content"]
     if not isinstance(value, str):
         raise BadRow("wrong_type", f"{name}: expected text, found {type(value).__name__}")
-    if len(prompt) == 1 and prompt[0]["content"].strip() and value.startswith(prompt[0]["content"]):
-        value = value[len(prompt[0]["content"]) :].lstrip()  # some sets repeat the prompt in the answer
     return value
+
+
+def without_prompt(answers: list[str], prompt: list[dict]) -> list[str]:
+    """Some sets repeat the prompt in front of every answer; it is taken off where all answers have it.
+
+    A prompt of one or two words can start an answer by chance, so it stays.
+    """
+    text = prompt[0]["content"] if len(prompt) == 1 else ""
+    if len(text.split()) > 2 and all(re.match(r"\s", a[len(text) :]) and a.startswith(text) for a in answers):
+        return [a[len(text) :].lstrip() for a in answers]
+    return answers
 
 
 def conversation_pair(chosen, rejected) -> tuple[list[dict], str, str]:
@@ -280,6 +291,13 @@ def conversation_pair(chosen, rejected) -> tuple[list[dict], str, str]:
 USUAL = {
     "prompt": ("prompt", "question", "instruction", "messages"),
     "response": ("response", "completion", "answer"),
+}
+
+
+OWN_COLUMNS = {
+    "preference": ("prompt", "chosen", "rejected", "margin"),
+    "prompts": ("prompt", "response", "ground_truth", "reference"),
+    "trajectories": ("prompt", "response", "reward", "logprobs"),
 }
 
 
@@ -312,7 +330,7 @@ def convert(row, kind: str, columns: Columns, suffix: str = "") -> dict:
     if not isinstance(row, dict):
         raise BadRow("wrong_type", f"expected an object with named columns, found {type(row).__name__}")
     name = {k: find(row, columns, k) for k in Columns.__dataclass_fields__}
-    used = {column for column in name.values() if column}
+    used = {name[k] for k in OWN_COLUMNS[kind] if name[k]}
     value = {k: row[column] if column else None for k, column in name.items()}
     out: dict = {}
     if kind == "preference":
@@ -322,6 +340,7 @@ def convert(row, kind: str, columns: Columns, suffix: str = "") -> dict:
             prompt = as_messages(value["prompt"], name["prompt"])
             out["chosen"] = as_answer(value["chosen"], "chosen", prompt)
             out["rejected"] = as_answer(value["rejected"], "rejected", prompt)
+            out["chosen"], out["rejected"] = without_prompt([out["chosen"], out["rejected"]], prompt)
         out["margin"] = as_number(value["margin"], "margin")
         answers = ("chosen", "rejected")
     elif kind == "trajectories":
@@ -517,7 +536,7 @@ def prepare(cfg: DataConfig) -> dict:
         raise UserError(f"all {total} rows were dropped, {n} of them as {worst}: {example['place']}: {example['detail']}")
 
     # 2. write; nothing is replaced before there is something to put there
-    folder = open_output_dir(cfg.output_dir, cfg.overwrite, resume=False)
+    folder = open_output_dir(cfg.output_dir, cfg.overwrite)
     record_run(folder, cfg)
     random.Random(cfg.seed).shuffle(kept["train"])
     for split, rows in kept.items():

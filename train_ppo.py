@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from utils.checkpoint import load_checkpoint, save_checkpoint
-from utils.config import LoraOptions, ModelConfig, UserError, open_output_dir, record_run, run_stage
+from utils.config import LoraOptions, ModelConfig, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage
 from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.launch import gather_lists, split_for_rank, start_accelerator, unwrap
 from utils.models import (
@@ -253,7 +253,7 @@ def build_roles(cfg: PPOConfig, device: torch.device) -> RoleModel:
     else:
         models = {
             "policy": load_causal_lm(cfg.model, device, torch.float32).requires_grad_(True),
-            "reference": load_causal_lm(cfg.model, device, dtype),
+            "reference": load_causal_lm(cfg.model, device, torch.float32),  # as the policy, so that KL starts at 0
         }
         roles = {"policy": ("policy", None), "reference": ("reference", None), "critic": ("policy", None)}
     score_head = None
@@ -294,7 +294,8 @@ def build_scorer(cfg: PPOConfig, model: RoleModel, tokenizer, device: torch.devi
         return model(batch, ("reward",))["scores"]
 
     def scorer(prompts, responses, columns):
-        raw = model_scores(forward, own, prompts, responses, cfg.log_prob_micro_batch_size_per_gpu, device)
+        positions = max_positions(model.lm("reward"))
+        raw = model_scores(forward, own, prompts, responses, cfg.log_prob_micro_batch_size_per_gpu, device, positions)
         return [(score - mean) / std for score in raw]
 
     return scorer
@@ -464,6 +465,11 @@ def mini_batch_step(
     norms = {}
     for name, parameters in unwrap(model).groups().items():
         norms[f"{name}/grad_norm"] = float(accelerator.clip_grad_norm_(parameters, cfg.max_grad_norm))
+        if not math.isfinite(norms[f"{name}/grad_norm"]):
+            raise UserError(f"step {step}: the gradient of the {name} is not finite; lower lr, or resume from a checkpoint with a lower one")
+        if name == "policy" and warming_up:  # a shared critic's loss reaches the policy too, and Adam counts zero gradients
+            for parameter in parameters:
+                parameter.grad = None
     optimizer.step()
     optimizer.zero_grad()
     names = sorted(sums)
@@ -479,12 +485,16 @@ def train(cfg: PPOConfig) -> list[dict]:
     started = time.time()
     check_config(cfg)
     folder = Path(cfg.output_dir)
-    accelerator = start_accelerator(folder, cfg.report_to, cfg.ppo_micro_batch_size_per_gpu, cfg.seed, cfg.max_grad_norm)
+    check_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume, can_resume=True)
+    if cfg.resume:
+        check_same_config(folder, cfg)
+    accelerator = start_accelerator(folder, cfg.report_to, cfg.seed)
     device, is_main = accelerator.device, accelerator.is_main_process
     rank, world = accelerator.process_index, accelerator.num_processes
 
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
     rows = load_prompts(cfg.data, "train")
+    total_steps = count_steps(cfg, len(rows), world)
     if cfg.reward_model.style == "rule":
         check_ground_truth(rows)
     with accelerator.main_process_first():
@@ -492,19 +502,20 @@ def train(cfg: PPOConfig) -> list[dict]:
     policy = model.lm("policy")
     prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, max_positions(policy))
     stop_ids, pad_id = eos_ids(tokenizer, policy), tokenizer.pad_token_id
-    total_steps = count_steps(cfg, len(rows), world)
+    scorer = build_scorer(cfg, model, tokenizer, device)
+    held_out = load_prompts(cfg.data, "test")[: cfg.eval_prompts] if cfg.eval_every else []
+    encode_prompts(tokenizer, held_out, cfg.max_prompt_length, cfg.max_response_length, max_positions(policy))
     if is_main:
-        open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume is not None)
+        open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
         record_run(folder, cfg)
     accelerator.wait_for_everyone()
-    groups = model.groups()
+    groups, critic_lr = model.groups(), cfg.lr if cfg.critic.lr is None else cfg.critic.lr
     optimizer = torch.optim.AdamW(
-        [{"params": groups["policy"], "lr": cfg.lr}, {"params": groups["critic"], "lr": cfg.critic.lr or cfg.lr}], weight_decay=0.0
+        [{"params": groups["policy"], "lr": cfg.lr}, {"params": groups["critic"], "lr": critic_lr}], weight_decay=0.0
     )
     roles = model  # forwards without gradients need no wrapper
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.init_trackers("tensorboard" if cfg.report_to != "none" else "none")
-    scorer = build_scorer(cfg, roles, tokenizer, device)
 
     state = (load_checkpoint(folder, accelerator, model, optimizer) if cfg.resume else None) or {"step": 0}
     kl_coef = state.get("kl_coef", cfg.algorithm.kl_coef)
@@ -545,13 +556,13 @@ def train(cfg: PPOConfig) -> list[dict]:
             kl_coef = next_kl_coef(kl_coef, values["objective/kl_per_token"], control.target_kl, horizon, cfg.train_batch_size)
         if cfg.eval_every and step % cfg.eval_every == 0:
             with timer("eval"):
-                values |= sample_held_out(roles, cfg, tokenizer, stop_ids, scorer, step, folder, accelerator)
+                values |= sample_held_out(held_out, roles, cfg, tokenizer, stop_ids, scorer, step, folder, accelerator)
         seconds = timer.seconds | {"total": sum(timer.seconds.values())}
         tokens = sum(len(r.response_ids) for r in rollouts)
         values |= {f"time/{phase}": s for phase, s in seconds.items()}
         values |= {
             "rollout/tokens_per_second": tokens / seconds["rollout"], "policy/lr": 0.0 if step <= cfg.critic.warmup_steps else cfg.lr,
-            "critic/lr": cfg.critic.lr or cfg.lr, "memory/peak_gb": peak_memory_gb(device),
+            "critic/lr": critic_lr, "memory/peak_gb": peak_memory_gb(device),
         }
         metrics.log(step, values)
         history.append({"step": step, **values})
@@ -581,8 +592,6 @@ def check_config(cfg: PPOConfig) -> None:
     check_reward_config(cfg.reward_model)
     if cfg.rollout.temperature <= 0:
         raise UserError("rollout.temperature must be above 0: PPO needs samples and their probabilities")
-    if cfg.rollout.n < 1:
-        raise UserError("rollout.n must be at least 1")
     control = cfg.algorithm.kl_ctrl
     if control.method == "adaptive" and (control.target_kl is None or control.target_kl <= 0):
         raise UserError("algorithm.kl_ctrl.method adaptive needs target_kl above 0, in nats a token")
@@ -598,8 +607,12 @@ def check_config(cfg: PPOConfig) -> None:
         raise UserError("critic.loss_coef has no effect with critic.kind adapter, which learns apart from the policy; remove it")
     if (cfg.total_steps is None) == (cfg.total_epochs is None):
         raise UserError("give total_steps or total_epochs, and not both")
-    if (cfg.total_steps or cfg.total_epochs) <= 0:
+    if (cfg.total_epochs if cfg.total_steps is None else cfg.total_steps) <= 0:
         raise UserError("total_steps and total_epochs must be above 0")
+    if cfg.lr <= 0 or (cfg.critic.lr is not None and cfg.critic.lr <= 0):
+        raise UserError("lr and critic.lr must be above 0")
+    if cfg.seed < 0:
+        raise UserError("seed must not be negative")
 
 
 def count_steps(cfg: PPOConfig, n_rows: int, world: int) -> int:
@@ -608,6 +621,8 @@ def count_steps(cfg: PPOConfig, n_rows: int, world: int) -> int:
     for name, value in (
         ("train_batch_size", batch), ("ppo_mini_batch_size", mini), ("ppo_micro_batch_size_per_gpu", micro),
         ("log_prob_micro_batch_size_per_gpu", cfg.log_prob_micro_batch_size_per_gpu), ("ppo_epochs", cfg.ppo_epochs),
+        ("rollout.n", n), ("rollout.micro_batch_size_per_gpu", cfg.rollout.micro_batch_size_per_gpu), ("keep_last", cfg.keep_last),
+        ("max_response_length", cfg.max_response_length), ("log_every", cfg.log_every), ("eval_prompts", cfg.eval_prompts),
     ):
         if value < 1:
             raise UserError(f"{name} {value} must be at least 1")
@@ -662,11 +677,12 @@ def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:
         rollout.score = value
 
 
-def sample_held_out(model, cfg: PPOConfig, tokenizer, stop_ids, scorer, step: int, folder: Path, accelerator) -> dict[str, float]:
+def sample_held_out(
+    rows: list[dict], model, cfg: PPOConfig, tokenizer, stop_ids, scorer, step: int, folder: Path, accelerator
+) -> dict[str, float]:
     """Greedy answers to the first held-out prompts, on the first rank: their mean score, two printed, all in samples.jsonl."""
     if not accelerator.is_main_process:
         return {}
-    rows = load_prompts(cfg.data, "test")[: cfg.eval_prompts]
     prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, None)
     with model.use("policy") as lm:
         responses = generate(lm, prompts, cfg.max_response_length, 0.0, stop_ids, tokenizer.pad_token_id)
@@ -696,9 +712,12 @@ def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path) -> Non
 
     name, adapter = model.roles["policy"]
     save_model(model.models[name], merged_state_dict(model.models[name], adapter), tokenizer, folder / "final")
-    if adapter is not None:
+    plain_base = adapter_base(cfg.model.path) is None
+    if adapter is not None and not plain_base:
+        print("adapter/ is left out: the run started from a LoRA folder merged in memory, which the new adapter would need")
+    if adapter is not None and plain_base:
         save_adapter(model.models[name], adapter, folder / "adapter")
-    if model.roles["critic"][1] == "critic":
+    if model.roles["critic"][1] == "critic" and plain_base:
         save_adapter(model.models[name], "critic", folder / "critic")
     (folder / "critic").mkdir(exist_ok=True)
     save_file({n: p.detach().cpu() for n, p in model.value_head.named_parameters()}, folder / "critic" / "value_head.safetensors")

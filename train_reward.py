@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from utils.checkpoint import load_checkpoint, save_checkpoint
-from utils.config import LoraOptions, ModelConfig, UserError, open_output_dir, record_run, run_stage, write_json
+from utils.config import LoraOptions, ModelConfig, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage, write_json
 from utils.data import encode_prompt, encode_response, load_rows, show
 from utils.launch import gather_lists, split_for_rank, start_accelerator, unwrap
 from utils.models import (
-    add_lora, arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model, save_adapter, save_model,
+    adapter_base, add_lora, arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model, save_adapter, save_model,
     score_at_end,
     start_checkpointing, template_fingerprint, write_stats,
 )
@@ -246,9 +246,11 @@ def train(cfg: RewardTrainConfig) -> dict:
     """Run stage 2; returns the held-out evaluation that is also written to final/reward_stats.json."""
     started = time.time()
     check_config(cfg)
-    accelerator = start_accelerator(
-        Path(cfg.output_dir), cfg.report_to, cfg.micro_batch_size_per_gpu, cfg.seed, cfg.max_grad_norm
-    )
+    folder = Path(cfg.output_dir)
+    check_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume, can_resume=True)
+    if cfg.resume:
+        check_same_config(folder, cfg)
+    accelerator = start_accelerator(folder, cfg.report_to, cfg.seed)
     device, world, is_main = accelerator.device, accelerator.num_processes, accelerator.is_main_process
 
     # 1. data and model
@@ -259,9 +261,8 @@ def train(cfg: RewardTrainConfig) -> dict:
     positions = max_positions(model.base)
     pairs = encode_pairs(train_rows[: cfg.max_pairs], tokenizer, positions)
     test_pairs = encode_pairs(test_rows, tokenizer, positions)
-    folder = Path(cfg.output_dir)
     if is_main:
-        open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume is not None)
+        open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
         record_run(folder, cfg)
     accelerator.wait_for_everyone()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -330,8 +331,10 @@ def check_config(cfg: RewardTrainConfig) -> None:
     for name in ("train_batch_size", "micro_batch_size_per_gpu", "log_every"):
         if getattr(cfg, name) < 1:
             raise UserError(f"{name} must be at least 1")
-    if cfg.epochs <= 0:
-        raise UserError("epochs must be above 0")
+    if cfg.epochs <= 0 or cfg.lr < 0 or cfg.seed < 0:
+        raise UserError("epochs must be above 0, lr and seed not negative")
+    if cfg.save_format == "adapter" and adapter_base(cfg.model.path):
+        raise UserError("save_format adapter needs a plain model.path: a LoRA folder is merged first, and no saved model would fit the adapter")
     if cfg.save_format == "adapter" and cfg.lora is None:
         raise UserError("save_format adapter needs lora; with lora null the whole model is trained and saved")
 

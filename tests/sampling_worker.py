@@ -12,7 +12,7 @@ from utils.launch import start_accelerator
 from utils.models import load_causal_lm
 from utils.rollout import generate
 
-accelerator = start_accelerator(Path("."), "none", 1, 0, 1.0)
+accelerator = start_accelerator(Path("."), "none", 0)
 model = load_causal_lm(ModelConfig(sys.argv[1]), accelerator.device)
 seed_sampling(0, 1, accelerator.process_index)
 samples = gather_object(generate(model, [[5, 6, 7]], 20, 1.0, [2], 0))

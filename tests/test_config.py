@@ -101,6 +101,10 @@ def test_every_option_is_described(config, capsys):
         (["--lora", "null"], "critic.kind adapter needs lora"),
         (["--critic.loss_coef", "0.5"], "critic.loss_coef has no effect"),
         (["--total_epochs", "1"], "total_steps or total_epochs"),
+        (["--total_steps", "0"], "must be above 0"),
+        (["--lr", "-1"], "lr and critic.lr must be above 0"),
+        (["--critic.lr", "0"], "lr and critic.lr must be above 0"),
+        (["--seed", "-1"], "seed must not be negative"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, message):
@@ -116,6 +120,7 @@ def test_settings_that_make_no_sense_are_refused(options, message):
         (8, 8, 8, 1, 2, r"ppo_mini_batch_size 8 is not a multiple of ppo_micro_batch_size_per_gpu 8 x 2 rank\(s\) = 16"),
         (8, 8, 8, 3, 1, "train_batch_size 8 is not a multiple of rollout.n 3"),
         (8, 8, 0, 1, 1, "ppo_micro_batch_size_per_gpu 0 must be at least 1"),
+        (8, 8, 8, 0, 1, "rollout.n 0 must be at least 1"),
     ],
 )
 def test_batch_sizes_that_do_not_divide(batch, mini, micro, n, world, message):
@@ -129,21 +134,37 @@ def test_steps_of_epochs():
     assert count_steps(cfg, 5, 1) == 3  # 4 prompts a step, 10 prompts in all
 
 
+def test_null_for_a_branch_that_is_not_optional():
+    with pytest.raises(UserError):
+        ppo("--critic", "null")
+
+
+def test_a_resumed_run_keeps_its_configuration(tmp_path):
+    from utils.config import check_same_config, record_run
+
+    cfg = ppo("--seed", "3")
+    record_run(tmp_path, cfg)
+    check_same_config(tmp_path, ppo("--seed", "3", "--log_every", "9", "--total_steps", "99", "--resume", "auto"))
+    for option, value in (("--lr", "1e-7"), ("--algorithm.kl_coef", "0.5"), ("--seed", "4"), ("--lora", "null")):
+        with pytest.raises(UserError, match=option[2:]):
+            check_same_config(tmp_path, ppo("--seed", "3", option, value))
+
+
 def test_output_dir_of_another_run(tmp_path):
     folder = tmp_path / "run"
-    open_output_dir(str(folder), False, False)
+    open_output_dir(str(folder), False)
     (folder / "run.json").write_text("{}")
     with pytest.raises(UserError, match="--resume auto"):
-        open_output_dir(str(folder), False, False)
-    open_output_dir(str(folder), False, True)
+        open_output_dir(str(folder), False, can_resume=True)
+    open_output_dir(str(folder), False, "auto")
     assert (folder / "run.json").exists()
-    open_output_dir(str(folder), True, False)
+    open_output_dir(str(folder), True)
     assert not (folder / "run.json").exists()
     (folder / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="files that no run wrote"):
-        open_output_dir(str(folder), True, False)
+        open_output_dir(str(folder), True)
     with pytest.raises(UserError, match="is a file"):
-        open_output_dir(str(folder / "thesis.txt"), True, False)
+        open_output_dir(str(folder / "thesis.txt"), True)
 
 
 # --- whole commands

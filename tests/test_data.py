@@ -70,12 +70,32 @@ def test_hh_rows_that_cannot_be_pairs():
         {"prompt": [user("q")], "chosen": [assistant("A")], "rejected": [assistant("B")]},
         {"prompt": "q", "chosen": [user("q"), assistant("A")], "rejected": [user("q"), assistant("B")]},
         {"chosen": [user("q"), assistant("A")], "rejected": [user("q"), assistant("B")]},
-        {"prompt": "q", "chosen": "q A", "rejected": "q B"},  # the prompt is repeated in the answers
-    ],
+        ],
 )
 def test_preference_shapes(row):
     out = convert(row, detect_kind(row, Columns()), Columns())
     assert (out["prompt"], out["chosen"], out["rejected"], out["margin"]) == ([user("q")], "A", "B", None)
+
+
+@pytest.mark.parametrize(
+    "prompt, chosen, rejected, kept",
+    [
+        ("What is a cat?", "What is a cat? An animal.", "What is a cat?\nA plant.", ("An animal.", "A plant.")),  # repeated in front of both
+        ("What is a cat?", "What is a cat? An animal.", "A plant.", ("What is a cat? An animal.", "A plant.")),
+        ("Hi", "Hi there! How can I help?", "Hi you", ("Hi there! How can I help?", "Hi you")),  # a greeting, no repetition
+        ("I", "It is good", "It is bad", ("It is good", "It is bad")),
+        ("one two three", "one two threefold", "one two threes", ("one two threefold", "one two threes")),
+    ],
+)
+def test_a_repeated_prompt_is_used_once_and_answers_keep_their_start(prompt, chosen, rejected, kept):
+    out = convert({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "preference", Columns())
+    assert (out["prompt"], out["chosen"], out["rejected"]) == ([user(prompt)], *kept)
+
+
+def test_columns_of_other_kinds_are_kept_as_metadata():
+    row = {"prompt": "q", "chosen": "A", "rejected": "B", "reward": 2, "reference": "r", "answer": "a", "other": 1}
+    out = convert(row, "preference", Columns())
+    assert json.loads(out["metadata"]) == {"reward": 2, "reference": "r", "answer": "a", "other": 1}
 
 
 def test_gsm8k():
@@ -166,6 +186,7 @@ def test_json_array_gz_bom_and_parquet(tmp_path):
     pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     for name in ("array.jsonl", "lines.json", "lines.jsonl.gz", "rows.parquet"):
         assert [row for _, row in read_source(str(tmp_path / name), Hub())] == rows, name
+    (tmp_path / "report.json").write_text("{}")  # about data, as stage 1 and the hub write it
     assert len(list(read_source(str(tmp_path), Hub()))) == 8
     assert len(list(read_source(str(tmp_path / "*lines*"), Hub()))) == 4
 
@@ -173,10 +194,11 @@ def test_json_array_gz_bom_and_parquet(tmp_path):
 def test_missing_and_unreadable_sources(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:30])
+    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:20] + b"rubbish" * 9)
     (tmp_path / "cut.json").write_text('[{"prompt": "a"},')
     (tmp_path / "notes.txt").write_text("x")
     for name, message in [
-        ("none.jsonl", "does not exist"), ("bad.parquet", "not a readable Parquet"), ("cut.jsonl.gz", "cannot be read"),
+        ("none.jsonl", "does not exist"), ("bad.parquet", "not a readable Parquet"), ("cut.jsonl.gz", "cannot be read"), ("bad.jsonl.gz", "cannot be read"),
         ("cut.json", "cut.json:1:"), ("notes.txt", "unknown file type"),
     ]:
         with pytest.raises(UserError, match=message):

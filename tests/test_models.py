@@ -226,6 +226,35 @@ def test_dropout_is_off_everywhere(tmp_path):
     assert all(row.logprobs == row.ref_logprobs for row in rows)
 
 
+@pytest.mark.parametrize("names", [["q_proj", "lm_head"], ["q_proj", "embed_tokens"]])
+def test_adapters_on_shared_layers_are_refused(tiny, names):
+    with pytest.raises(UserError, match="the embedding or the output layer"):
+        build_roles(ppo_config(tiny, lora=LoraOptions(r=4, target_modules=names)), CPU)
+
+
+def test_full_fine_tuning_in_bfloat16_starts_at_the_reference(tiny):
+    cfg = ppo_config(tiny, model=ModelConfig(tiny, dtype="bfloat16"), lora=None)
+    model, rows = build_roles(cfg, CPU), rollouts()
+    add_logprobs_and_values(rows, model, cfg, 0, CPU)
+    assert all(row.logprobs == row.ref_logprobs for row in rows)
+
+
+def test_last_layers_end_the_backward_pass(tiny):
+    cfg = ppo_config(tiny, lora=LoraOptions(r=4, last_layers=1))
+    model, rows = build_roles(cfg, CPU), rollouts()
+    assert {n.split("layers.")[1][0] for n in model.trainable() if "lora_" in n} == {"1"}
+    seen = []
+    model.lm("policy").model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].requires_grad))
+    model(make_batch(rows, 0, CPU), ("policy",))
+    assert seen == [False]
+    whole = build_roles(ppo_config(tiny), CPU)
+    assert {n.split("layers.")[1].split(".lora")[0][2:] for n in whole.trainable() if "lora_" in n} == {
+        n.split("layers.")[1].split(".lora")[0][2:] for n in model.trainable() if "lora_" in n
+    }
+    with pytest.raises(UserError, match="between 1 and the model's 2 layers"):
+        build_roles(ppo_config(tiny, lora=LoraOptions(last_layers=3)), CPU)
+
+
 def test_a_policy_that_starts_from_an_adapter_has_kl_zero(tiny, tmp_path):
     model = build_roles(ppo_config(tiny), CPU)
     stir(model)
@@ -235,6 +264,8 @@ def test_a_policy_that_starts_from_an_adapter_has_kl_zero(tiny, tmp_path):
     started, rows = build_roles(cfg, CPU), rollouts()
     add_logprobs_and_values(rows, started, cfg, 0, CPU)
     assert all(row.logprobs == row.ref_logprobs for row in rows)
+    save_final(started, tokenizer, cfg, tmp_path / "again")
+    assert {p.name for p in (tmp_path / "again").iterdir()} == {"final", "critic"}  # no adapter whose base is saved nowhere
     close(started(make_batch(rows, 0, CPU), ("policy",))["logprobs"], model(make_batch(rows, 0, CPU), ("policy",))["logprobs"], 1e-4)
 
 
@@ -252,8 +283,10 @@ def test_saved_policy_is_the_policy(tiny, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert generate(saved, prompts, 12, 0.0, [2], 0) == before
     assert saved.config.use_cache and saved.config.tie_word_embeddings
-    names = {p.name for p in tmp_path.iterdir()}
-    assert names == {"final", "adapter", "critic"}
+    assert {p.name for p in tmp_path.iterdir()} == {"final", "adapter", "critic"}
+    for name in ("adapter", "critic"):
+        assert json.loads((tmp_path / name / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny
+    assert (tmp_path / "critic" / "value_head.safetensors").exists()
 
 
 def test_bfloat16_keeps_trained_weights_and_outputs_in_float32(tiny):

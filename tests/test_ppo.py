@@ -104,6 +104,15 @@ def test_warmup_moves_the_critic_only(tiny):
         assert torch.equal(after[name], parameter) == (not before._is_critic(name)), name
 
 
+@pytest.mark.parametrize("kind", ["adapter", "shared"])
+def test_warmup_leaves_the_policy_and_its_optimizer_alone(tiny, preferences, tmp_path, kind):
+    cfg = base_config(tiny, preferences, tmp_path / "run", critic=CriticConfig(kind=kind, warmup_steps=2), total_steps=3)
+    steps = train(cfg)
+    assert [s["policy/lr"] for s in steps] == [0, 0, cfg.lr]
+    assert all(s["objective/kl_per_token"] == 0 for s in steps) and all(s["policy/approx_kl"] < 1e-9 for s in steps[:2])
+    assert steps[2]["policy/approx_kl"] > 1e-6
+
+
 def test_experience_by_hand(tiny):
     """One response of two tokens: KL coefficient 0.5, score 1, lambda and gamma 1."""
     cfg = ppo_config(tiny, algorithm=AlgorithmConfig(lam=1.0, gamma=1.0))
@@ -171,8 +180,37 @@ def test_resume_is_bit_equal(tiny, preferences, tmp_path, kind, lora):
 def test_resume_refuses_another_configuration(tiny, preferences, tmp_path):
     cfg = base_config(tiny, preferences, tmp_path / "run", save_every=1, total_steps=1)
     train(cfg)
-    with pytest.raises(UserError, match="does not fit this configuration"):
+    with pytest.raises(UserError, match="started with lora.r 4, not 8"):
         train(dataclasses.replace(cfg, resume="auto", lora=LoraOptions(r=8), total_steps=2))
+
+
+def test_resume_after_the_end_without_checkpoints_is_refused(tiny, preferences, tmp_path):
+    cfg = base_config(tiny, preferences, tmp_path / "run", total_steps=1)
+    train(cfg)
+    before = weights_of(tmp_path / "run")
+    with pytest.raises(UserError, match="finished run without checkpoints"):
+        train(dataclasses.replace(cfg, resume="auto", total_steps=2))
+    with pytest.raises(UserError, match="reward function no:f"):
+        train(dataclasses.replace(cfg, overwrite=True, reward_model=RewardConfig(style="function", function="no:f")))
+    after = weights_of(tmp_path / "run")  # nothing was lost
+    assert before.keys() == after.keys() and [m["step"] for m in read_metrics(tmp_path / "run")] == [1]
+
+
+def test_resume_trims_samples(tiny, preferences, tmp_path):
+    cfg = base_config(tiny, preferences, tmp_path / "run", total_steps=2, save_every=1, eval_every=1, eval_prompts=3)
+    train(cfg)
+    import shutil
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")
+    train(dataclasses.replace(cfg, resume="auto"))
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert steps == [1, 1, 1, 2, 2, 2]
+
+
+def test_divergence_ends_with_a_message(tiny, preferences, tmp_path):
+    with pytest.raises(UserError, match="step 1: the gradient of the policy is not finite"):
+        with __import__("unittest").mock.patch("train_ppo.ppo_policy_loss", lambda logprobs, *a: (logprobs.sum() * float("nan"), {})):
+            train(base_config(tiny, preferences, tmp_path / "run"))
 
 
 def test_first_step_starts_at_the_reference(tiny, preferences, tmp_path):

@@ -69,11 +69,19 @@ def none_score(prompts, responses, **columns):
     return [None] * len(responses)
 
 
+def no_score(prompts, responses, **columns):
+    return None
+
+
+def text_score(prompts, responses, **columns):
+    return ["a"] * len(responses)
+
+
 def uses_columns(prompts, responses, *, ground_truth, **columns):
     return [float(r == g) + len(p) for p, r, g in zip(prompts, responses, ground_truth)]
 
 
-@pytest.mark.parametrize("name, message", [("one_score", "1 scores for 2"), ("nan_score", "nan for the response 'b'"), ("none_score", "None")])
+@pytest.mark.parametrize("name, message", [("one_score", "1 scores for 2"), ("nan_score", "nan for the response 'b'"), ("none_score", "None"), ("no_score", "a NoneType, not one"), ("text_score", "a for")])
 def test_wrong_reward_functions_are_named(name, message):
     with pytest.raises(UserError, match=f"test_rewards:{name} returned {message}"):
         function_scorer(f"test_rewards:{name}")([messages("x")] * 2, ["a", "b"], {})

@@ -49,7 +49,7 @@ def reward(tiny, accelerator):
 
 if __name__ == "__main__":
     tiny, output, critic = sys.argv[1:]
-    accelerator = start_accelerator(Path("."), "none", 1, 0, 1.0)
+    accelerator = start_accelerator(Path("."), "none", 0)
     result = {"world": accelerator.num_processes, "ppo": ppo(tiny, critic, accelerator), "reward": reward(tiny, accelerator)}
     if accelerator.is_main_process:
         torch.save(result, output)

@@ -97,6 +97,8 @@ def parse_config(config_class, argv: list[str] | None = None):
     try:
         namespace = parser.parse_args(argv)
         values = parser.instantiate(namespace)
+    except TypeError as error:  # `critic: null`, where a branch is not optional
+        raise UserError(f"a branch of the configuration has the wrong type ({' '.join(str(error).split())})") from None
     except ArgumentError as error:
         message = str(error)
         if "Parser key" in message:
@@ -200,21 +202,31 @@ def run_stage(stage, config_class) -> None:
         os._exit(2) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else sys.exit(2)
 
 
-def open_output_dir(output_dir: str, overwrite: bool, resume: bool) -> Path:
-    """Create the run's folder. A folder with another run's files is refused unless told what to do with it."""
-    import shutil
-
+def check_output_dir(output_dir: str, overwrite: bool, resume: str | None = None, can_resume: bool = False) -> None:
+    """Refuse a folder with another run's files unless told what to do with it; changes nothing."""
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir {folder} is a file; choose a folder")
-    if folder.exists() and any(folder.iterdir()) and not resume:
-        if not overwrite:
-            raise UserError(
-                f"output_dir {folder} is not empty; choose another one, continue it with --resume auto, "
-                "or replace it with --overwrite true"
-            )
-        if not (folder / "run.json").exists():
-            raise UserError(f"output_dir {folder} holds files that no run wrote, so it is not replaced; choose another one")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if resume:
+        if (folder / "final").exists() and not any(folder.glob("checkpoints/step_*")):
+            raise UserError(f"output_dir {folder} holds a finished run without checkpoints, so it cannot go on; choose another one")
+        return
+    if not overwrite:
+        ways = "choose another one, " + ("continue it with --resume auto, " if can_resume else "")
+        raise UserError(f"output_dir {folder} is not empty; {ways}or replace it with --overwrite true")
+    if not (folder / "run.json").exists():
+        raise UserError(f"output_dir {folder} holds files that no run wrote, so it is not replaced; choose another one")
+
+
+def open_output_dir(output_dir: str, overwrite: bool, resume: str | None = None, can_resume: bool = False) -> Path:
+    """Create the run's folder, in place of an earlier run's where asked. Call it when nothing else can be refused."""
+    import shutil
+
+    check_output_dir(output_dir, overwrite, resume, can_resume)
+    folder = Path(output_dir)
+    if folder.exists() and not resume:
         shutil.rmtree(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,6 +248,31 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+MAY_CHANGE = {"output_dir", "total_steps", "total_epochs", "resume", "overwrite", "report_to"}
+MAY_CHANGE |= {"log_every", "save_every", "eval_every", "eval_prompts", "keep_last"}
+
+
+def check_same_config(folder: Path, config) -> None:
+    """A resumed run goes on with the configuration that it was started with, besides its length and its output."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        return
+
+    def leaves(values: dict, prefix: str = "") -> dict:
+        out = {}
+        for key, value in values.items():
+            out |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        return out
+
+    before, now = leaves(yaml.safe_load(file.read_text(encoding="utf-8"))), leaves(to_dict(config))
+    for key in sorted(set(before) | set(now)):
+        if key not in MAY_CHANGE and before.get(key) != now.get(key):
+            raise UserError(
+                f"{file}: the run was started with {key} {before.get(key)}, not {now.get(key)}; "
+                "resume with the same value, or choose another output_dir"
+            )
 
 
 def record_run(folder: Path, config, started: float | None = None) -> None:

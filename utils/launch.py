@@ -6,19 +6,15 @@ from pathlib import Path
 import torch
 
 
-def start_accelerator(output_dir: Path, report_to: str, micro_batch_size: int, seed: int, max_grad_norm: float):
-    """An Accelerator for one process, several, or DeepSpeed, with the same seed on all ranks."""
+def start_accelerator(output_dir: Path, report_to: str, seed: int):
+    """An Accelerator for one process or several, with the same seed on all ranks."""
     from accelerate import Accelerator, PartialState
     from accelerate.utils import set_seed
 
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.cuda.is_available():
-        PartialState(cpu=True)  # accelerate does not connect several processes on a CPU by itself, nor DeepSpeed's
+        PartialState(cpu=True)  # accelerate does not connect several processes on a CPU by itself
     log_with = None if report_to == "none" else report_to
     accelerator = Accelerator(log_with=log_with, project_dir=output_dir)
-    if accelerator.state.deepspeed_plugin is not None:
-        deepspeed_config = accelerator.state.deepspeed_plugin.deepspeed_config
-        deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch_size
-        deepspeed_config["gradient_clipping"] = max_grad_norm
     set_seed(seed)
     if accelerator.device.type == "cpu":
         keep_freed_memory()

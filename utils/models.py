@@ -182,12 +182,14 @@ def new_reward_model(cfg: ModelConfig, device: torch.device, seed: int, dtype: t
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    if adapter_base(cfg.path):
+        return load_reward_model(cfg, device, dtype)
     source = resolve_model_path(cfg.path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"no model at {cfg.path}: {_first_line(error)}") from None
-    if adapter_base(cfg.path) or "SequenceClassification" in "".join(config.architectures or []):
+    if "SequenceClassification" in "".join(config.architectures or []):
         return load_reward_model(cfg, device, dtype)
     model = _from_pretrained(
         AutoModelForSequenceClassification, cfg.path, cfg, dtype or model_dtype(cfg.dtype, device), num_labels=1
@@ -479,33 +481,37 @@ def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, ta
             targets = sorted({name.split(".")[-1] for name, _ in linear if ".lora_" not in name and name.split(".")[-1] != "base_layer"}
                              | {name.split(".")[-2] for name, _ in trunk.named_modules() if name.endswith(".base_layer")})
     config = LoraConfig(
-        r=options.r, lora_alpha=options.lora_alpha, target_modules=targets, layers_to_transform=layers, task_type=task
+        r=options.r, lora_alpha=options.lora_alpha, target_modules=targets, layers_to_transform=layers, task_type=task,
+        base_model_name_or_path=model.name_or_path,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             if not isinstance(model, PeftModel):
-                return get_peft_model(model, config, adapter_name=adapter)
-            model.add_adapter(adapter, config)
+                model = get_peft_model(model, config, adapter_name=adapter)
+            else:
+                model.add_adapter(adapter, config)
         except ValueError as error:
             raise UserError(f"lora.target_modules {options.target_modules}: {_first_line(error)}") from None
+    base = model.get_base_model()
+    if any(layer in (base.get_input_embeddings(), base.get_output_embeddings()) for layer in _lora_layers(base)):
+        raise UserError(
+            f"lora.target_modules {options.target_modules} names the embedding or the output layer, which the roles share; leave it out"
+        )
     return model
 
 
 def add_reward_adapter(model: nn.Module, path: str) -> nn.Linear:
     """Load a LoRA reward model onto the shared backbone as adapter `reward`; returns its frozen score head."""
-    from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
+    from peft import PeftConfig, set_peft_model_state_dict
 
-    saved = PeftConfig.from_pretrained(path)
+    config = PeftConfig.from_pretrained(path)
     weights = _adapter_weights(path)
     heads = [key for key in weights if key.endswith("score.weight")]
     if not heads:
         raise UserError(f"{path} is a LoRA folder without a score head, so not a reward model; see train_reward.py")
     score = weights.pop(heads[0])
-    config = LoraConfig(
-        r=saved.r, lora_alpha=saved.lora_alpha, target_modules=saved.target_modules, use_rslora=saved.use_rslora,
-        layers_to_transform=saved.layers_to_transform, task_type="CAUSAL_LM",
-    )
+    config.task_type, config.modules_to_save, config.inference_mode = "CAUSAL_LM", None, False
     model.add_adapter("reward", config)
     result = set_peft_model_state_dict(model, weights, adapter_name="reward")
     wanted = {n for n, _ in model.named_parameters() if ".reward." in n}
@@ -543,6 +549,12 @@ def save_model(model: nn.Module, state: dict[str, Tensor], tokenizer, folder: Pa
     """Write a plain Hugging Face folder (safetensors), whole or not at all."""
     quiet_in_logs()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    generation = getattr(base, "generation_config", None)
+    if generation is not None and not generation.do_sample:
+        try:
+            generation.validate(strict=True)
+        except ValueError:  # sampling settings without do_sample, as some models ship them, are refused at saving
+            generation.do_sample = True
     with replacing(folder) as temporary:
         base.save_pretrained(temporary, state_dict=state)
         tokenizer.save_pretrained(temporary)

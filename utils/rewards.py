@@ -4,10 +4,11 @@ import importlib
 import math
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Callable, Literal
+from typing import Callable, Literal, SupportsFloat
 
 import torch
 
@@ -30,14 +31,14 @@ class RewardConfig:
     """module:name of f(prompts, responses, **columns) -> one number a response"""
 
 
-def check_reward_config(cfg: RewardConfig, where: str = "reward_model") -> None:
+def check_reward_config(cfg: RewardConfig) -> None:
     """Exactly the key that the style needs is set."""
     needs = {"model": "path", "rule": "rule", "function": "function"}
     if getattr(cfg, needs[cfg.style]) is None:
-        raise UserError(f"{where}.style {cfg.style} needs {where}.{needs[cfg.style]}")
+        raise UserError(f"reward_model.style {cfg.style} needs reward_model.{needs[cfg.style]}")
     for style, key in needs.items():
         if style != cfg.style and getattr(cfg, key) is not None:
-            raise UserError(f"{where}.{key} has no effect with {where}.style {cfg.style}; remove it or set style {style}")
+            raise UserError(f"reward_model.{key} has no effect with reward_model.style {cfg.style}; remove it or set style {style}")
 
 
 # ------------------------------------------------------------------------------------------------ final numbers
@@ -141,11 +142,14 @@ def function_scorer(name: str) -> Scorer:
         raise UserError(f"reward function {name}: {error}; write it as module:name, importable from here") from None
 
     def scorer(prompts, responses, columns):
-        scores = list(function(prompts, responses, **columns))
+        scores = function(prompts, responses, **columns)
+        if not isinstance(scores, Iterable):
+            raise UserError(f"reward function {name} returned a {type(scores).__name__}, not one number a response")
+        scores = list(scores)
         if len(scores) != len(responses):
             raise UserError(f"reward function {name} returned {len(scores)} scores for {len(responses)} responses")
         for i, score in enumerate(scores):
-            if score is None or not math.isfinite(score):
+            if not isinstance(score, SupportsFloat) or not math.isfinite(score):
                 raise UserError(f"reward function {name} returned {score} for the response {responses[i][:80]!r}")
         return [float(score) for score in scores]
 
@@ -153,12 +157,16 @@ def function_scorer(name: str) -> Scorer:
 
 
 @torch.no_grad()
-def model_scores(forward, tokenizer, prompts, responses, micro_batch_size: int, device, progress=None) -> list[float]:
+def model_scores(
+    forward, tokenizer, prompts, responses, micro_batch_size: int, device, positions: int | None = None, progress=None
+) -> list[float]:
     """Scores of a reward model, by text: each response is encoded as in reward training, with eos at its end.
 
-    forward: (input_ids (B, S), attention_mask (B, S) bool) -> scores (B,).
+    forward: (input_ids (B, S), attention_mask (B, S) bool) -> scores (B,). A row longer than the model's
+    `positions` loses the end of its response. Raises UserError on a score that is not finite.
     """
     rows = [encode_prompt(tokenizer, p) + encode_response(tokenizer, r) for p, r in zip(prompts, responses)]
+    rows = [row if positions is None or len(row) <= positions else [*row[: positions - 1], row[-1]] for row in rows]
     scores = [0.0] * len(rows)
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
     for start in range(0, len(order), micro_batch_size):
@@ -168,4 +176,7 @@ def model_scores(forward, tokenizer, prompts, responses, micro_batch_size: int, 
             scores[i] = score
         if progress is not None:
             progress.update(len(part))
+    for response, score in zip(responses, scores):
+        if not math.isfinite(score):
+            raise UserError(f"the reward model gives {score} to the response {response[:80]!r}; try model.dtype float32")
     return scores

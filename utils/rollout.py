@@ -14,7 +14,6 @@ def generate(
     eos_ids: list[int],
     pad_id: int,
     batch_size: int = 64,
-    synced_gpus: bool = False,
     progress=None,
 ) -> list[list[int]]:
     """Response ids for each prompt, up to and including the first eos; without one the response was cut off.
@@ -41,7 +40,7 @@ def generate(
             rows = order[start : start + batch_size]
             reversed_ids, reversed_mask = pad_rows([prompts[i][::-1] for i in rows], pad_id, torch.long)
             ids, mask = reversed_ids.flip(1).to(device), reversed_mask.flip(1).long().to(device)  # left-padded (B, P)
-            output = lm.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=synced_gpus)
+            output = lm.generate(input_ids=ids, attention_mask=mask, generation_config=config)
             for row, tokens in zip(rows, output[:, ids.shape[1] :].tolist()):
                 end = next((i + 1 for i, token in enumerate(tokens) if token in eos_ids), len(tokens))
                 responses[row] = tokens[:end]

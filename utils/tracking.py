@@ -34,16 +34,9 @@ class Metrics:
         self.file = folder / "metrics.jsonl"
         self.accelerator = accelerator
         self.is_main = accelerator.is_main_process
-        if self.is_main and self.file.exists():
-            # Steps after the checkpoint are run again, so their lines go; a half-written last line goes too.
-            lines = []
-            for line in self.file.read_text(encoding="utf-8").splitlines():
-                try:
-                    if json.loads(line)["step"] <= resume_step:
-                        lines.append(line + "\n")
-                except (json.JSONDecodeError, KeyError):
-                    continue
-            write_text(self.file, "".join(lines))
+        for file in (self.file, folder / "samples.jsonl"):
+            if self.is_main and file.exists():
+                keep_steps(file, resume_step)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.accelerator.log(values, step=step)
@@ -51,6 +44,18 @@ class Metrics:
             rounded = {k: float(f"{v:.6g}") for k, v in values.items()}
             with open(self.file, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **rounded}) + "\n")
+
+
+def keep_steps(file: Path, last_step: int) -> None:
+    """Drop the lines after `last_step`, which are run again, and a last line that is half-written."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        try:
+            if json.loads(line)["step"] <= last_step:
+                lines.append(line + "\n")
+        except (json.JSONDecodeError, KeyError):
+            continue
+    write_text(file, "".join(lines))
 
 
 def read_metrics(folder: Path) -> list[dict]:
