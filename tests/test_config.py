@@ -182,7 +182,7 @@ def test_bad_input_ends_with_one_line_and_code_2(tmp_path, tiny, preferences):
     (tmp_path / "used" / "run.json").write_text("{}")
     out = tmp_path / "out"
     base = ["--model.path", tiny, "--data", preferences, "--output_dir", out, "--report_to", "none"]
-    rl = [*base, "--total_steps", 1, "--train_batch_size", 8, "--ppo_mini_batch_size", 8]
+    rl = [*base, "--total_steps", 1, "--train_batch_size", 8, "--ppo_mini_batch_size", 8, "--max_response_length", 8]
     cases = [
         ("train_reward.py", [*base, "--epoch", 1], "did you mean 'epochs'"),
         ("train_reward.py", [*base, "--data", tmp_path / "nowhere"], "data folder .*nowhere does not exist"),
