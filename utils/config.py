@@ -182,11 +182,12 @@ def _read_yaml(path: str) -> dict:
     return values
 
 
-def _flatten(values: dict, prefix: str = "") -> list[str]:
-    keys = []
+def _flatten(values: dict, prefix: str = "") -> dict:
+    """{'a': {'b': 1}} -> {'a.b': 1}"""
+    flat = {}
     for key, value in values.items():
-        keys += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
-    return keys
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 # ---------------------------------------------------------------------------------------------------- running
@@ -260,13 +261,7 @@ def check_same_config(folder: Path, config) -> None:
     if not file.is_file():
         return
 
-    def leaves(values: dict, prefix: str = "") -> dict:
-        out = {}
-        for key, value in values.items():
-            out |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-        return out
-
-    before, now = leaves(yaml.safe_load(file.read_text(encoding="utf-8"))), leaves(to_dict(config))
+    before, now = _flatten(yaml.safe_load(file.read_text(encoding="utf-8"))), _flatten(to_dict(config))
     for key in sorted(set(before) | set(now)):
         if key not in MAY_CHANGE and before.get(key) != now.get(key):
             raise UserError(
