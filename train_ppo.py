@@ -10,7 +10,6 @@ reference, and values. 4 token rewards: minus kl_coef x KL on each token, plus t
 5 advantages (GAE), whitened. 6 clipped updates. 7 KL controller, metrics, checkpoint.
 """
 
-import contextlib
 import json
 import math
 import time
@@ -24,7 +23,10 @@ from torch import Tensor
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import LoraOptions, ModelConfig, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage
 from utils.data import decode_response, encode_prompts, load_prompts, show
-from utils.launch import gather_lists, split_for_rank, start_accelerator, unwrap
+from utils.launch import (
+    accumulating, backward, clip_grad_norm, drop_gradients, gather_lists, is_zero3, load_device, prepare, split_for_rank,
+    start_accelerator, step_optimizer, unwrap, whole,
+)
 from utils.models import (
     RoleModel, adapter_base, add_lora, add_reward_adapter, eos_ids, load_causal_lm, load_reward_model, load_tokenizer,
     max_positions, merged_state_dict, model_dtype, read_stats, same_model, save_adapter,
@@ -237,9 +239,13 @@ def next_kl_coef(kl_coef: float, kl: float, target_kl: float, horizon: int, n: i
 # ------------------------------------------------------------------------------------------- model and rewards
 
 
-def build_roles(cfg: PPOConfig, device: torch.device) -> RoleModel:
-    """Policy, reference, critic and, for style `model`, reward; with LoRA all on one backbone where possible."""
+def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | None = None) -> RoleModel:
+    """Policy, reference, critic and, for style `model`, reward; with LoRA all on one backbone where possible.
+
+    `device` computes; the weights are built on `load_on` (null = there too).
+    """
     dtype = model_dtype(cfg.model.dtype, device)
+    device = load_on or device
     shared = cfg.critic.kind == "shared"
     if cfg.lora is not None:
         model = add_lora(load_causal_lm(cfg.model, device, dtype), cfg.lora, "policy", cfg.seed)
@@ -447,8 +453,8 @@ def mini_batch_step(
         old = {name: tensor[part, :width].to(device) for name, tensor in tensors.items()}
         mask = old["mask"]
         tokens = int(mask.sum())
-        sync = i + micro >= len(mine)
-        with contextlib.nullcontext() if sync else accelerator.no_sync(model):
+        last = i + micro >= len(mine)
+        with accumulating(accelerator, model, last):
             out = model(batch, ("policy", "critic"), cfg.rollout.temperature, entropy=algorithm.entropy_coef > 0)
             logprobs = torch.zeros_like(old["logprobs"]).masked_scatter(mask, out["logprobs"])
             values = torch.zeros_like(old["values"]).masked_scatter(mask, out["values"])
@@ -458,20 +464,18 @@ def mini_batch_step(
             if algorithm.entropy_coef > 0:
                 loss = loss - algorithm.entropy_coef * out["entropy"].mean()
             loss = loss * (0.0 if warming_up else 1.0) + value_coef * value_loss
-            accelerator.backward(loss * (tokens / total_tokens * world))  # ranks' gradients are averaged
+            backward(accelerator, model, loss * (tokens / total_tokens * world), last)  # ranks' gradients are averaged
         info |= value_info | {"policy/loss": policy_loss.detach(), "critic/loss": value_loss.detach()}
         for name, value in info.items():
             sums[name] = sums.get(name, 0.0) + value * (tokens / total_tokens)
     norms = {}
     for name, parameters in unwrap(model).groups().items():
-        norms[f"{name}/grad_norm"] = float(accelerator.clip_grad_norm_(parameters, cfg.max_grad_norm))
+        norms[f"{name}/grad_norm"] = clip_grad_norm(accelerator, parameters, cfg.max_grad_norm)
         if not math.isfinite(norms[f"{name}/grad_norm"]):
             raise UserError(f"step {step}: the gradient of the {name} is not finite; lower lr, or resume from a checkpoint with a lower one")
         if name == "policy" and warming_up:  # a shared critic's loss reaches the policy too, and Adam counts zero gradients
-            for parameter in parameters:
-                parameter.grad = None
-    optimizer.step()
-    optimizer.zero_grad()
+            drop_gradients(accelerator, parameters)
+    step_optimizer(accelerator, model, optimizer)
     names = sorted(sums)
     reduced = accelerator.reduce(torch.stack([sums[name] for name in names]), "sum").tolist()
     return dict(zip(names, reduced)) | norms
@@ -498,7 +502,7 @@ def train(cfg: PPOConfig) -> list[dict]:
     if cfg.reward_model.style == "rule":
         check_ground_truth(rows)
     with accelerator.main_process_first():
-        model = build_roles(cfg, device)
+        model = build_roles(cfg, device, load_device(accelerator))
     policy = model.lm("policy")
     prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, max_positions(policy))
     stop_ids, pad_id = eos_ids(tokenizer, policy), tokenizer.pad_token_id
@@ -514,7 +518,8 @@ def train(cfg: PPOConfig) -> list[dict]:
         [{"params": groups["policy"], "lr": cfg.lr}, {"params": groups["critic"], "lr": critic_lr}], weight_decay=0.0
     )
     roles = model  # forwards without gradients need no wrapper
-    model, optimizer = accelerator.prepare(model, optimizer)
+    trained = sum(p.numel() for p in model.trainable().values())
+    model, optimizer = prepare(accelerator, model, optimizer, cfg.ppo_micro_batch_size_per_gpu)
     accelerator.init_trackers("tensorboard" if cfg.report_to != "none" else "none")
 
     state = (load_checkpoint(folder, accelerator, model, optimizer) if cfg.resume else None) or {"step": 0}
@@ -522,7 +527,7 @@ def train(cfg: PPOConfig) -> list[dict]:
     first_step = state["step"]
     metrics = Metrics(folder, accelerator, first_step)
     if is_main:
-        describe(cfg, roles, len(rows), total_steps, world, device)
+        describe(cfg, roles, len(rows), total_steps, world, device, trained)
     history, clock = [], time.time()
     bar = progress_bar(label="ppo", unit="step", total=total_steps, initial=first_step)
 
@@ -534,7 +539,7 @@ def train(cfg: PPOConfig) -> list[dict]:
             chosen = prompt_order(len(rows), (step - 1) * n_prompts, n_prompts, cfg.seed)
             mine = split_for_rank([row for row in chosen for _ in range(cfg.rollout.n)], rank, world)
             seed_sampling(cfg.seed, step, rank)
-            rollouts = sample(roles, [prompts[i] for i in mine], mine, cfg, tokenizer, stop_ids)
+            rollouts = sample(roles, [prompts[i] for i in mine], mine, cfg, tokenizer, stop_ids, is_zero3(accelerator))
         # 2. score
         with timer("score"):
             score(rollouts, rows, scorer)
@@ -578,8 +583,8 @@ def train(cfg: PPOConfig) -> list[dict]:
             save_checkpoint(folder, step, accelerator, model, optimizer, {"kl_coef": kl_coef}, cfg.keep_last)
     bar.close()
 
+    save_final(roles, tokenizer, cfg, folder, accelerator)
     if is_main:
-        save_final(roles, tokenizer, cfg, folder)
         record_run(folder, cfg, started)
         print(f"peak memory {peak_memory_gb(device):.2f} GB; wrote {folder / 'final'}", flush=True)
     accelerator.wait_for_everyone()
@@ -646,7 +651,7 @@ def count_steps(cfg: PPOConfig, n_rows: int, world: int) -> int:
     return math.ceil(n_rows * cfg.total_epochs / prompts_a_step)
 
 
-def describe(cfg: PPOConfig, model: RoleModel, n_rows: int, steps: int, world: int, device) -> None:
+def describe(cfg: PPOConfig, model: RoleModel, n_rows: int, steps: int, world: int, device, trained: int) -> None:
     batch, mini, micro, n = cfg.train_batch_size, cfg.ppo_mini_batch_size, cfg.ppo_micro_batch_size_per_gpu, cfg.rollout.n
     print(
         f"{n_rows} prompts; {steps} steps of {batch // n} prompts x {n} = {batch} responses; "
@@ -654,15 +659,16 @@ def describe(cfg: PPOConfig, model: RoleModel, n_rows: int, steps: int, world: i
         f"x {world} rank(s)"
     )
     places = ", ".join(f"{role} = {name}" + (f"[{adapter}]" if adapter else "") for role, (name, adapter) in model.roles.items())
-    trained = sum(p.numel() for p in model.trainable().values())
     print(f"roles: {places}; {trained:,} trained weights; {str(model.dtype).removeprefix('torch.')} on {device}", flush=True)
 
 
-def sample(model: RoleModel, prompts: list[list[int]], rows: list[int], cfg: PPOConfig, tokenizer, stop_ids) -> list[Rollout]:
+def sample(
+    model: RoleModel, prompts: list[list[int]], rows: list[int], cfg: PPOConfig, tokenizer, stop_ids, synced: bool
+) -> list[Rollout]:
     with model.use("policy") as lm:
         responses = generate(
             lm, prompts, cfg.max_response_length, cfg.rollout.temperature, stop_ids, tokenizer.pad_token_id,
-            cfg.rollout.micro_batch_size_per_gpu,
+            cfg.rollout.micro_batch_size_per_gpu, synced=synced,
         )
     return [
         Rollout(row, prompt, ids, decode_response(tokenizer, ids), ended=ids[-1] in stop_ids)
@@ -680,16 +686,21 @@ def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:
 def sample_held_out(
     rows: list[dict], model, cfg: PPOConfig, tokenizer, stop_ids, scorer, step: int, folder: Path, accelerator
 ) -> dict[str, float]:
-    """Greedy answers to the first held-out prompts, on the first rank: their mean score, two printed, all in samples.jsonl."""
-    if not accelerator.is_main_process:
+    """Greedy answers to the first held-out prompts, on the first rank: their mean score, two printed, all in samples.jsonl.
+
+    Under ZeRO-3 the other ranks go along, since none has the whole model.
+    """
+    if not accelerator.is_main_process and not is_zero3(accelerator):
         return {}
     prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, None)
     with model.use("policy") as lm:
-        responses = generate(lm, prompts, cfg.max_response_length, 0.0, stop_ids, tokenizer.pad_token_id)
+        responses = generate(lm, prompts, cfg.max_response_length, 0.0, stop_ids, tokenizer.pad_token_id, synced=is_zero3(accelerator))
     rollouts = [
         Rollout(i, p, ids, decode_response(tokenizer, ids), ids[-1] in stop_ids) for i, (p, ids) in enumerate(zip(prompts, responses))
     ]
     score(rollouts, rows, scorer)
+    if not accelerator.is_main_process:
+        return {}
     with open(folder / "samples.jsonl", "a", encoding="utf-8") as file:
         for r in rollouts:
             line = {"step": step, "prompt": rows[r.row]["prompt"][-1]["content"], "response": r.text, "score": round(r.score, 4)}
@@ -706,21 +717,26 @@ def print_rollout(rollout: Rollout, tokenizer) -> None:
     print(f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {'ended' if rollout.ended else 'cut off'}", flush=True)
 
 
-def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path) -> None:
+def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, accelerator) -> None:
     """`final/`: the policy as a plain model; with LoRA also `adapter/`, and the critic's weights in `critic/`."""
     from safetensors.torch import save_file
 
+    is_main = accelerator.is_main_process
     name, adapter = model.roles["policy"]
-    save_model(model.models[name], merged_state_dict(model.models[name], adapter), tokenizer, folder / "final")
-    plain_base = adapter_base(cfg.model.path) is None
-    if adapter is not None and not plain_base:
-        print("adapter/ is left out: the run started from a LoRA folder merged in memory, which the new adapter would need")
-    if adapter is not None and plain_base:
-        save_adapter(model.models[name], adapter, folder / "adapter")
-    if model.roles["critic"][1] == "critic" and plain_base:
-        save_adapter(model.models[name], "critic", folder / "critic")
-    (folder / "critic").mkdir(exist_ok=True)
-    save_file({n: p.detach().cpu() for n, p in model.value_head.named_parameters()}, folder / "critic" / "value_head.safetensors")
+    weights = merged_state_dict(model.models[name], adapter, keep=is_main)
+    with whole(model.trainable().values() if adapter is not None else model.value_head.parameters()):
+        if not is_main:
+            return
+        save_model(model.models[name], weights, tokenizer, folder / "final")
+        plain_base = adapter_base(cfg.model.path) is None
+        if adapter is not None and not plain_base:
+            print("adapter/ is left out: the run started from a LoRA folder merged in memory, which the new adapter would need")
+        if adapter is not None and plain_base:
+            save_adapter(model.models[name], adapter, folder / "adapter")
+        if model.roles["critic"][1] == "critic" and plain_base:
+            save_adapter(model.models[name], "critic", folder / "critic")
+        (folder / "critic").mkdir(exist_ok=True)
+        save_file({n: p.detach().cpu() for n, p in model.value_head.named_parameters()}, folder / "critic" / "value_head.safetensors")
 
 
 if __name__ == "__main__":

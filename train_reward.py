@@ -7,7 +7,6 @@ Writes `final/`, a one-output AutoModelForSequenceClassification folder (or a Lo
 `final/reward_stats.json`, which says what its scores mean.
 """
 
-import contextlib
 import math
 import time
 from dataclasses import dataclass, field
@@ -21,7 +20,9 @@ from torch import Tensor, nn
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import LoraOptions, ModelConfig, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage, write_json
 from utils.data import encode_prompt, encode_response, load_rows, show
-from utils.launch import gather_lists, split_for_rank, start_accelerator, unwrap
+from utils.launch import (
+    accumulating, backward, clip_grad_norm, gather_lists, load_device, prepare, split_for_rank, start_accelerator, step_optimizer, unwrap, whole,
+)
 from utils.models import (
     adapter_base, add_lora, arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model, save_adapter, save_model,
     score_at_end,
@@ -192,9 +193,10 @@ class ScoreModel(nn.Module):
         return score_at_end(self.head(), hidden, attention_mask)
 
 
-def build_model(cfg: RewardTrainConfig, device) -> ScoreModel:
+def build_model(cfg: RewardTrainConfig, device, load_on=None) -> ScoreModel:
+    """`device` computes; the weights are built on `load_on` (null = there too)."""
     dtype = model_dtype(cfg.model.dtype, device)
-    model = new_reward_model(cfg.model, device, cfg.seed, torch.float32 if cfg.lora is None else dtype)
+    model = new_reward_model(cfg.model, load_on or device, cfg.seed, torch.float32 if cfg.lora is None else dtype)
     if cfg.lora is None:
         model.requires_grad_(True)
     else:
@@ -206,15 +208,19 @@ def build_model(cfg: RewardTrainConfig, device) -> ScoreModel:
 
 @torch.no_grad()
 def score_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, accelerator) -> tuple[Tensor, Tensor]:
-    """Scores of all pairs, on every rank: (N,), (N,). Each rank runs its share, longest first."""
-    mine = split_for_rank(list(enumerate(pairs)), accelerator.process_index, accelerator.num_processes)
+    """Scores of all pairs, on every rank: (N,), (N,). Each rank runs its share, longest first.
+
+    All ranks run equally many forwards, which ZeRO-3 needs; one without pairs left runs the first pair again.
+    """
+    world = accelerator.num_processes
+    mine = split_for_rank(list(enumerate(pairs)), accelerator.process_index, world)
     mine.sort(key=lambda item: -max(len(item[1]["chosen"]), len(item[1]["rejected"])))
     model = unwrap(model)
     results = []
     with progress_bar(label="evaluating", unit="pairs", total=len(mine)) as bar:
-        for start in range(0, len(mine), micro_batch_size):
+        for start in range(0, math.ceil(len(pairs) / world), micro_batch_size):
             part = mine[start : start + micro_batch_size]
-            batch = batch_pairs([pair for _, pair in part], pad_id, accelerator.device)
+            batch = batch_pairs([pair for _, pair in part] or pairs[:1], pad_id, accelerator.device)
             scores = model(batch["input_ids"], batch["attention_mask"]).cpu()
             results += [(i, scores[k].item(), scores[k + len(part)].item()) for k, (i, _) in enumerate(part)]
             bar.update(len(part))
@@ -257,7 +263,7 @@ def train(cfg: RewardTrainConfig) -> dict:
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
     train_rows, test_rows = (load_rows(cfg.data, split, ("preference",)) for split in ("train", "test"))
     with accelerator.main_process_first():
-        model = build_model(cfg, device)
+        model = build_model(cfg, device, load_device(accelerator))
     positions = max_positions(model.base)
     pairs = encode_pairs(train_rows[: cfg.max_pairs], tokenizer, positions)
     test_pairs = encode_pairs(test_rows, tokenizer, positions)
@@ -267,7 +273,8 @@ def train(cfg: RewardTrainConfig) -> dict:
     accelerator.wait_for_everyone()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    trained = sum(p.numel() for p in parameters)
+    model, optimizer = prepare(accelerator, model, optimizer, cfg.micro_batch_size_per_gpu)
     accelerator.init_trackers("tensorboard" if cfg.report_to != "none" else "none")
 
     # 2. resume
@@ -276,7 +283,6 @@ def train(cfg: RewardTrainConfig) -> dict:
     steps = math.ceil(cfg.epochs * math.ceil(len(pairs) / cfg.train_batch_size))
     metrics = Metrics(folder, accelerator, first_step)
     if is_main:
-        trained = sum(p.numel() for p in parameters)
         print(
             f"{len(pairs)} train pairs, {len(test_pairs)} test pairs; {steps} steps of {cfg.train_batch_size} pairs on {world} "
             f"rank(s); {trained:,} trained weights; {str(unwrap(model).dtype).removeprefix('torch.')} on {device}"
@@ -311,8 +317,8 @@ def train(cfg: RewardTrainConfig) -> dict:
 
     # 4. evaluate and save
     result = evaluate_pairs(model, test_pairs, tokenizer.pad_token_id, cfg.micro_batch_size_per_gpu, accelerator)
+    save_final(unwrap(model), tokenizer, cfg, folder / "final", accelerator)
     if is_main:
-        save_final(unwrap(model), tokenizer, cfg, folder / "final")
         result["template_fingerprint"] = template_fingerprint(tokenizer)
         write_stats(folder / "final", result)
         write_json(folder / "report.json", result)
@@ -354,7 +360,8 @@ def optimizer_step(model, optimizer, batch: list[dict], pad_id: int, cfg: Reward
         part = mine[i * micro : (i + 1) * micro]
         weight = len(part) / len(batch) * world  # ranks' gradients are averaged
         inputs = batch_pairs(part or ordered[:1], pad_id, accelerator.device)
-        with accelerator.no_sync(model) if i < rounds - 1 else contextlib.nullcontext():
+        last = i == rounds - 1
+        with accumulating(accelerator, model, last):
             scores = model(inputs["input_ids"], inputs["attention_mask"])
             chosen, rejected = scores.chunk(2)
             loss, info = bradley_terry_loss(chosen, rejected, inputs["margin"])
@@ -363,25 +370,29 @@ def optimizer_step(model, optimizer, batch: list[dict], pad_id: int, cfg: Reward
             if not torch.isfinite(loss):
                 ids = ", ".join(pair["id"] for pair in part)
                 raise UserError(f"the loss is {loss.item()}; rows {ids}; lower lr or use model.dtype float32")
-            accelerator.backward(loss * weight)
+            backward(accelerator, model, loss * weight, last)
         sums += torch.stack([loss.detach(), info["accuracy"], info["margin"]]) * len(part)
-    grad_norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], cfg.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
+    grad_norm = clip_grad_norm(accelerator, [p for p in model.parameters() if p.requires_grad], cfg.max_grad_norm)
+    step_optimizer(accelerator, model, optimizer)
     loss, accuracy, margin = (accelerator.reduce(sums, "sum") / len(batch)).tolist()
-    return {"loss": loss, "accuracy": accuracy, "margin": margin, "grad_norm": float(grad_norm)}
+    return {"loss": loss, "accuracy": accuracy, "margin": margin, "grad_norm": grad_norm}
 
 
-def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Path) -> None:
-    model.base.config.pad_token_id = tokenizer.pad_token_id
-    model.base.config.num_labels = 1
-    if cfg.save_format == "adapter":
-        save_adapter(model.model, "default", folder, head=model.head().weight)
-    else:
-        state = merged_state_dict(model.model, "default" if cfg.lora else None)
-        state["score.weight"] = model.head().weight.detach().cpu().to(state[next(iter(state))].dtype)
-        save_model(model.model, state, tokenizer, folder)
-    tokenizer.save_pretrained(folder)
+def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Path, accelerator) -> None:
+    """All ranks call it, the first one writes."""
+    is_main = accelerator.is_main_process
+    state = {} if cfg.save_format == "adapter" else merged_state_dict(model.model, "default" if cfg.lora else None, keep=is_main)
+    with whole(p for p in model.parameters() if p.requires_grad) if cfg.lora else whole(model.head().parameters()):
+        if not is_main:
+            return
+        model.base.config.pad_token_id = tokenizer.pad_token_id
+        model.base.config.num_labels = 1
+        if cfg.save_format == "adapter":
+            save_adapter(model.model, "default", folder, head=model.head().weight)
+        else:
+            state["score.weight"] = model.head().weight.detach().cpu().to(state[next(iter(state))].dtype)
+            save_model(model.model, state, tokenizer, folder)
+        tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

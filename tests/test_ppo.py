@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 
 import train_ppo
@@ -20,7 +22,7 @@ from train_ppo import (
 )
 from train_reward import RewardTrainConfig, batch_pairs, build_model, optimizer_step, step_pairs
 from train_reward import train as train_reward_model
-from utils.config import LoraOptions, ModelConfig, UserError
+from utils.config import LoraOptions, ModelConfig, UserError, to_dict
 from utils.rewards import RewardConfig
 from utils.tracking import read_metrics
 
@@ -199,8 +201,6 @@ def test_resume_after_the_end_without_checkpoints_is_refused(tiny, preferences, 
 def test_resume_trims_samples(tiny, preferences, tmp_path):
     cfg = base_config(tiny, preferences, tmp_path / "run", total_steps=2, save_every=1, eval_every=1, eval_prompts=3)
     train(cfg)
-    import shutil
-
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")
     train(dataclasses.replace(cfg, resume="auto"))
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
@@ -340,21 +340,22 @@ def launch(config, stage, *options, timeout=600):
     return result.stdout
 
 
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_two_ranks_give_the_update_of_one(tiny, tmp_path, critic):
+def test_ranks_and_zero3_give_the_update_of_one_process(tiny, tmp_path):
+    """LoRA and full, both critic kinds, gradient checkpointing, critic warm-up under Adam, and the reward update."""
     outputs = []
-    for config in ("cpu.yaml", "multi_cpu.yaml"):
-        launch(config, ROOT / "tests" / "update_worker.py", tiny, tmp_path / config, critic)
+    for config in ("cpu.yaml", "multi_cpu.yaml", "zero3.yaml"):
+        launch(config, ROOT / "tests" / "update_worker.py", tiny, tmp_path / config)
         outputs.append(torch.load(tmp_path / config, weights_only=True))
-    one, two = outputs
-    assert (one["world"], two["world"]) == (1, 2)
-    for stage in ("ppo", "reward"):
-        for name in one[stage]["weights"]:
-            close(two[stage]["weights"][name], one[stage]["weights"][name])
-        assert two[stage]["metrics"] == pytest.approx(one[stage]["metrics"], abs=1e-5)
+    one, two, zero3 = outputs
+    assert (one["world"], two["world"], zero3["world"]) == (1, 2, 2)
+    for case, wanted in one["results"].items():
+        for other in (two["results"][case], zero3["results"][case]):
+            for name, weight in wanted["weights"].items():
+                close(other["weights"][name], weight, 2e-6)
+            assert other["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4, abs=1e-5), case
 
 
-@pytest.mark.parametrize("config, ranks", [("cpu.yaml", 1), ("multi_cpu.yaml", 2)])
+@pytest.mark.parametrize("config, ranks", [("cpu.yaml", 1), ("multi_cpu.yaml", 2), ("zero3.yaml", 2)])
 def test_stages_run_under_accelerate_launch(tiny, preferences, tmp_path, config, ranks):
     launch(
         config, ROOT / "train_reward.py", "--model.path", tiny, "--data", preferences, "--output_dir", tmp_path / "reward", "--train_batch_size", 15,
@@ -372,6 +373,41 @@ def test_stages_run_under_accelerate_launch(tiny, preferences, tmp_path, config,
     assert [s["step"] for s in steps] == [1, 2] and steps[0]["objective/kl"] == 0
     assert (tmp_path / "ppo" / "final" / "model.safetensors").exists() and (tmp_path / "ppo" / "checkpoints" / "step_000002").is_dir()
     assert json.loads((tmp_path / "ppo" / "run.json").read_text())["world_size"] == ranks
+
+
+def test_resume_under_zero3_is_bit_equal_and_its_checkpoint_opens_in_one_process(tiny, preferences, tmp_path):
+    def run(folder, steps, *more):
+        cfg = base_config(
+            tiny, preferences, tmp_path / folder, total_steps=steps, save_every=2, critic=CriticConfig("shared", warmup_steps=1),
+        )
+        config = tmp_path / f"{folder}.yaml"
+        config.write_text(yaml.safe_dump(to_dict(cfg)))
+        launch("zero3.yaml", ROOT / "train_ppo.py", "--config", config, *more)
+        return cfg
+
+    run("straight", 4)
+    cfg = run("resumed", 2)
+    short = weights_of(tmp_path / "resumed")
+    shutil.copytree(tmp_path / "resumed", tmp_path / "moved")
+    run("resumed", 4, "--resume", "auto")
+    a, b = weights_of(tmp_path / "straight"), weights_of(tmp_path / "resumed")
+    assert a.keys() == b.keys() and all(torch.equal(a[f][n], b[f][n]) for f in a for n in a[f])
+    assert any(not torch.equal(a[f][n], short[f][n]) for f in a for n in a[f])
+    moved = dataclasses.replace(cfg, output_dir=str(tmp_path / "moved"), resume="auto")
+    train(moved)  # no step is left
+    again = weights_of(tmp_path / "moved")
+    assert short.keys() == again.keys() and all(torch.equal(short[f][n], again[f][n]) for f in short for n in short[f])
+    assert train(dataclasses.replace(moved, total_steps=3))[0]["step"] == 3
+
+
+def test_zero3_in_bfloat16_learns(tiny, preferences, tmp_path):
+    """Weights are bfloat16 there, the optimizer's copies float32."""
+    launch(
+        "zero3.yaml", ROOT / "train_reward.py", "--model.path", tiny, "--model.dtype", "bfloat16", "--data", preferences, "--output_dir", tmp_path,
+        "--train_batch_size", 16, "--micro_batch_size_per_gpu", 4, "--lr", "5e-3", "--epochs", 4,
+    )
+    stats = json.loads((tmp_path / "final" / "reward_stats.json").read_text())
+    assert stats["accuracy"] == 1.0 and stats["tie_rate"] == 0
 
 
 def test_ranks_sample_differently(tiny, preferences, tmp_path):

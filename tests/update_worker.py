@@ -1,6 +1,6 @@
-"""Run under accelerate launch: one PPO update and one reward update on given data; rank 0 saves the weights.
+"""Run under accelerate launch: PPO and reward updates on given data; rank 0 saves weights and metrics of each case.
 
-    update_worker.py MODEL OUTPUT CRITIC
+    update_worker.py MODEL OUTPUT
 """
 
 import sys
@@ -12,45 +12,60 @@ from test_models import ppo_config, stir
 from test_ppo import given_rollouts
 from train_ppo import AlgorithmConfig, CriticConfig, build_roles, experience, update
 from train_reward import RewardTrainConfig, build_model, optimizer_step
+from utils.checkpoint import trained_parameters, training_state
 from utils.config import LoraOptions, ModelConfig
-from utils.launch import start_accelerator
+from utils.launch import load_device, prepare, start_accelerator
 
 
-def ppo(tiny, critic, accelerator):
+def result(model, optimizer, metrics):
+    return {"metrics": metrics, "weights": {n: training_state(p, optimizer)["weight"] for n, p in trained_parameters(model).items()}}
+
+
+def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, **changes):
     cfg = ppo_config(
-        tiny, train_batch_size=8, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=1, critic=CriticConfig(kind=critic),
-        algorithm=AlgorithmConfig(entropy_coef=0.1),
+        tiny, train_batch_size=8, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=1, critic=critic,
+        algorithm=AlgorithmConfig(entropy_coef=0.1), **changes,
     )
-    model = build_roles(cfg, accelerator.device)
-    stir(model, 0.1)
+    model = build_roles(cfg, accelerator.device, load_device(accelerator))
+    stir(model, 0.1 if cfg.lora else 0.02)
     rows = given_rollouts(cfg, model)
-    groups = model.groups()
-    optimizer = torch.optim.SGD([{"params": groups["policy"]}, {"params": groups["critic"]}], lr=0.1)
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    groups = [{"params": parameters} for parameters in model.groups().values()]
+    # a large epsilon, so that gradients that are nothing but rounding do not become whole steps
+    optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3, weight_decay=0.0) if adam else torch.optim.SGD(groups, lr=0.1)
+    model, optimizer = prepare(accelerator, model, optimizer, 1)
     tensors, _ = experience(rows, cfg, 0.1)
-    metrics = update(rows, tensors, wrapped, optimizer, cfg, 1, 0, accelerator)
-    return {"weights": {n: p.detach() for n, p in model.trainable().items()}, "metrics": metrics}
+    for step in range(1, steps + 1):
+        metrics = update(rows, tensors, model, optimizer, cfg, step, 0, accelerator)
+    return result(model, optimizer, metrics)
 
 
-def reward(tiny, accelerator):
+def reward(accelerator, lora: LoraOptions | None):
     """Seven pairs: with two ranks and micro-batches of two, one rank runs a pair short."""
-    cfg = RewardTrainConfig(model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", lora=LoraOptions(r=4), micro_batch_size_per_gpu=2)
-    model = build_model(cfg, accelerator.device)
-    stir(model, 0.1)
+    cfg = RewardTrainConfig(model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", lora=lora, micro_batch_size_per_gpu=2)
+    model = build_model(cfg, accelerator.device, load_device(accelerator))
+    stir(model, 0.1 if lora else 0.02)
     torch.manual_seed(5)
     pairs = [
         {"id": str(i), "chosen": torch.randint(3, 259, (3 + i,)).tolist(), "rejected": torch.randint(3, 259, (9 - i,)).tolist(), "margin": None} for i in range(7)
     ]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
-    metrics = optimizer_step(wrapped, optimizer, pairs, 0, cfg, accelerator)
-    return {"weights": {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}, "metrics": metrics}
+    model, optimizer = prepare(accelerator, model, optimizer, 2)
+    metrics = optimizer_step(model, optimizer, pairs, 0, cfg, accelerator)
+    return result(model, optimizer, metrics)
 
 
 if __name__ == "__main__":
-    tiny, output, critic = sys.argv[1:]
+    tiny, output = sys.argv[1:]
     accelerator = start_accelerator(Path("."), "none", 0)
-    result = {"world": accelerator.num_processes, "ppo": ppo(tiny, critic, accelerator), "reward": reward(tiny, accelerator)}
+    results = {
+        "critic adapter": ppo(accelerator, CriticConfig()),
+        "critic shared": ppo(accelerator, CriticConfig("shared")),
+        "full": ppo(accelerator, CriticConfig("shared"), lora=None),
+        "checkpointing": ppo(accelerator, CriticConfig(), model=ModelConfig(tiny, dtype="float32", gradient_checkpointing=True)),
+        "warm-up": ppo(accelerator, CriticConfig("shared", warmup_steps=1), adam=True, steps=3),
+        "reward": reward(accelerator, LoraOptions(r=4)),
+        "reward full": reward(accelerator, None),
+    }
     if accelerator.is_main_process:
-        torch.save(result, output)
+        torch.save({"world": accelerator.num_processes, "results": results}, output)
     accelerator.end_training()

@@ -1,4 +1,8 @@
-"""Checkpoints that appear whole or not at all, and what is needed to go on from one."""
+"""Checkpoints that appear whole or not at all, and what is needed to go on from one.
+
+One layout for one process, several, and ZeRO-3: whole float32 weights and Adam moments by name, in safetensors. A run can
+go on with another number of ranks.
+"""
 
 import json
 import re
@@ -6,22 +10,30 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from utils.config import UserError
 from utils.launch import unwrap
 from utils.models import replacing
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def save_checkpoint(output_dir: Path, step: int, accelerator, model, optimizer, state: dict, keep_last: int) -> None:
     """Write `checkpoints/step_NNNNNN`: trained weights, optimizer and `state` (JSON values). All ranks call it."""
     folder = output_dir / "checkpoints" / f"step_{step:06d}"
+    weights, moments = {}, {}
+    for name, parameter in trained_parameters(model).items():
+        tensors = training_state(parameter, optimizer)
+        if accelerator.is_main_process:
+            weights[name] = tensors.pop("weight").cpu().contiguous()
+            moments |= {f"{name}.{key}": tensor.cpu().contiguous() for key, tensor in tensors.items()}
     if accelerator.is_main_process:
         from safetensors.torch import save_file
 
         with replacing(folder) as temporary:
-            trained = {n: p.detach().cpu().contiguous() for n, p in trained_parameters(model).items()}
-            save_file(trained, temporary / "trained.safetensors")
-            torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+            save_file(weights, temporary / "trained.safetensors")
+            save_file(moments, temporary / "optimizer.safetensors")
             (temporary / "state.json").write_text(json.dumps({"step": step, **state}))
         for old in checkpoints(output_dir)[:-keep_last]:
             shutil.rmtree(old)
@@ -32,6 +44,59 @@ def trained_parameters(model) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in unwrap(model).named_parameters() if p.requires_grad}
 
 
+def training_state(parameter: torch.nn.Parameter, optimizer) -> dict[str, Tensor]:
+    """`weight` (float32) and, once it has been stepped, Adam's `exp_avg`, `exp_avg_sq` and `step`. All ranks call it."""
+    if not hasattr(parameter, "ds_id"):
+        return {"weight": parameter.detach(), **optimizer.optimizer.state.get(parameter, {})}
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    tensors = {"weight": safe_get_full_fp32_param(parameter)}
+    adam = zero3_state(parameter)
+    if adam:
+        tensors |= {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS} | {"step": adam["step"].clone()}
+    return tensors
+
+
+def restore_training_state(parameter: torch.nn.Parameter, optimizer, tensors: dict[str, Tensor]) -> None:
+    """The inverse of `training_state`, in place; every rank has the whole tensors."""
+    weight = tensors.pop("weight")
+    if not hasattr(parameter, "ds_id"):
+        parameter.data.copy_(weight)
+        if tensors:
+            optimizer.optimizer.state[parameter] = {k: t.to(parameter.device if k in MOMENTS else "cpu") for k, t in tensors.items()}
+        return
+    import deepspeed
+    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+    def mine(tensor: Tensor) -> Tensor:
+        size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
+        flat = torch.zeros(size * torch.distributed.get_world_size())
+        flat[: tensor.numel()] = tensor.flatten()
+        return flat[rank * size : (rank + 1) * size].to(parameter.device)
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.data.copy_(weight)
+    safe_set_local_fp32_param(parameter, mine(weight))
+    if tensors:
+        adam, flat = zero3_state(parameter), zero3_slice(parameter)
+        if not adam:
+            adam.update(step=torch.zeros(()), **{key: torch.zeros_like(flat) for key in MOMENTS})
+        adam["step"].copy_(tensors["step"])
+        for key in MOMENTS:
+            safe_set_local_optimizer_state(parameter, mine(tensors[key]), key)
+
+
+def zero3_slice(parameter: torch.nn.Parameter) -> Tensor:
+    """The flat float32 tensor of this rank, which the optimizer steps, that holds the parameter's slice."""
+    zero = parameter._z3_optimizer
+    return zero.fp32_partitioned_groups_flat[zero.grad_position[zero.get_param_id(parameter)][0]]
+
+
+def zero3_state(parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    """Adam's state of `zero3_slice`."""
+    return parameter._z3_optimizer.optimizer.state[zero3_slice(parameter)]
+
+
 def checkpoints(output_dir: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
     folders = Path(output_dir, "checkpoints").glob("step_*")
@@ -40,24 +105,26 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 def load_checkpoint(output_dir: Path, accelerator, model, optimizer) -> dict | None:
     """Restore the newest checkpoint in place and return its `state` with `step`; None if there is none."""
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     found = checkpoints(output_dir)
     if not found:
         return None
     folder = found[-1]
-    saved = load_file(folder / "trained.safetensors")
     parameters = trained_parameters(model)
-    different = sorted(set(saved) ^ set(parameters)) or sorted(n for n in saved if saved[n].shape != parameters[n].shape)
-    if different:
-        raise UserError(
-            f"{folder} does not fit this configuration ({len(different)} weights differ, such as {different[0]}); "
-            "resume with the config of the run, or choose another output_dir"
-        )
-    with torch.no_grad():
+    with safe_open(folder / "trained.safetensors", "pt") as weights, safe_open(folder / "optimizer.safetensors", "pt") as moments:
+        shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+        different = sorted(set(weights.keys()) ^ set(shapes))
+        different = different or sorted(name for name in shapes if weights.get_slice(name).get_shape() != shapes[name])
+        if different:
+            raise UserError(
+                f"{folder} does not fit this configuration ({len(different)} weights differ, such as {different[0]}); "
+                "resume with the config of the run, or choose another output_dir"
+            )
+        saved = set(moments.keys())
         for name, parameter in parameters.items():
-            parameter.copy_(saved[name])
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+            tensors = {key: moments.get_tensor(f"{name}.{key}") for key in (*MOMENTS, "step") if f"{name}.{key}" in saved}
+            restore_training_state(parameter, optimizer, {"weight": weights.get_tensor(name), **tensors})
     state = json.loads((folder / "state.json").read_text())
     accelerator.print(f"resumed from {folder}")
     return state

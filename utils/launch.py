@@ -1,13 +1,22 @@
-"""Starting under Accelerate. The accelerate config alone chooses the hardware; its quirks live here."""
+"""Running under Accelerate. The accelerate config alone chooses the hardware; the quirks of each kind live here.
 
+Under DeepSpeed ZeRO-3 (Rajbhandari et al. 2020) each rank holds a slice of every weight. A weight is whole only while
+its module runs, or inside `whole(...)`, and all ranks must run the same modules in the same order.
+"""
+
+import contextlib
 import os
 from pathlib import Path
 
 import torch
 
+from utils.config import UserError
+
 
 def start_accelerator(output_dir: Path, report_to: str, seed: int):
     """An Accelerator for one process or several, with the same seed on all ranks."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess
     from accelerate import Accelerator, PartialState
     from accelerate.utils import set_seed
 
@@ -15,6 +24,16 @@ def start_accelerator(output_dir: Path, report_to: str, seed: int):
         PartialState(cpu=True)  # accelerate does not connect several processes on a CPU by itself
     log_with = None if report_to == "none" else report_to
     accelerator = Accelerator(log_with=log_with, project_dir=output_dir)
+    if is_zero3(accelerator):
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        stage = accelerator.state.deepspeed_plugin.zero_stage
+        if stage != 3:
+            raise UserError(
+                f"DeepSpeed stage {stage} is not supported; launch with configs/accelerate/zero3.yaml where a model outgrows a device, "
+                "else with plain data parallelism"
+            )
+        unset_hf_deepspeed_config()  # transformers loads whole models; `prepare` cuts them up
     set_seed(seed)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
@@ -36,9 +55,112 @@ def keep_freed_memory() -> None:
         pass  # not glibc
 
 
+def is_zero3(accelerator) -> bool:
+    return accelerator.state.deepspeed_plugin is not None
+
+
+def load_device(accelerator) -> torch.device:
+    """Where to build a model before `prepare`: the rank's own device, but main memory under ZeRO-3."""
+    return torch.device("cpu") if is_zero3(accelerator) else accelerator.device
+
+
+def prepare(accelerator, model, optimizer, micro_batch_size: int):
+    """`accelerator.prepare(model, optimizer)`; `model.dtype` is the arithmetic's. Under ZeRO-3 the weights are cut up here.
+
+    There bfloat16 holds for all weights, trained ones too, and the optimizer keeps float32 copies of those.
+    """
+    if not is_zero3(accelerator):
+        return accelerator.prepare(model, optimizer)
+    import logging
+
+    import deepspeed
+
+    if model.dtype == torch.float16:
+        raise UserError("model.dtype float16 is not supported under DeepSpeed, use bfloat16 or float32")
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    config |= {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "train_batch_size": micro_batch_size * accelerator.num_processes,
+        "gradient_accumulation_steps": 1,  # no scaling: the losses are weighted already
+        "gradient_clipping": 0.0,  # clip_grad_norm does it
+        "bf16": {"enabled": model.dtype == torch.bfloat16},
+        "fp16": {"enabled": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+    }
+    for tensor in [*model.parameters(), *model.buffers()]:
+        place = "cpu" if isinstance(tensor, torch.nn.Parameter) else accelerator.device
+        tensor.data = tensor.data.to(place, model.dtype if isinstance(tensor, torch.nn.Parameter) else None)
+    deepspeed.init_distributed()
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)  # one weight at a time; the engine would move all at once
+    return accelerator.prepare(model, optimizer)
+
+
 def unwrap(model):
     """The module inside DDP's or DeepSpeed's wrapper. (accelerate's own function imports DeepSpeed, which takes seconds.)"""
     return getattr(model, "module", model)
+
+
+def whole(parameters):
+    """Inside, these parameters are whole on every rank. All ranks enter; reading only."""
+    parameters = [p for p in parameters if hasattr(p, "ds_id")]
+    if not parameters:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+def accumulating(accelerator, model, last: bool):
+    """Around a micro-batch's forward and `backward`: gradients are exchanged between ranks in the last one only."""
+    return contextlib.nullcontext() if last or is_zero3(accelerator) else accelerator.no_sync(model)
+
+
+def backward(accelerator, model, loss, last: bool) -> None:
+    """Add the loss's gradients; over a mini-batch they end up averaged over the ranks."""
+    if is_zero3(accelerator):  # accelerate's own call would take the optimizer step too
+        model.set_gradient_accumulation_boundary(last)
+        model.backward(loss)
+    else:
+        accelerator.backward(loss)
+
+
+def clip_grad_norm(accelerator, parameters: list, max_norm: float) -> float:
+    """Scale the gradients down to `max_norm` together; returns their norm before."""
+    if not is_zero3(accelerator):
+        return float(accelerator.clip_grad_norm_(parameters, max_norm))
+    from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+
+    slices = [safe_get_local_grad(p) for p in parameters]
+    norm = float(accelerator.reduce(sum(g.square().sum() for g in slices), "sum").sqrt())
+    for parameter, gradient in zip(parameters, slices):
+        safe_set_local_grad(parameter, gradient * min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
+def drop_gradients(accelerator, parameters: list) -> None:
+    """Make the next optimizer step leave these parameters alone."""
+    for parameter in parameters:
+        if is_zero3(accelerator):
+            from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+
+            safe_set_local_grad(parameter, torch.zeros_like(safe_get_local_grad(parameter)))
+        else:
+            parameter.grad = None
+
+
+def step_optimizer(accelerator, model, optimizer) -> None:
+    """Update the weights and clear the gradients."""
+    if not is_zero3(accelerator):
+        optimizer.step()
+        optimizer.zero_grad()
+        return
+    model.step()
+    for state in optimizer.optimizer.optimizer.state.values():  # zero gradients are no steps: see drop_gradients
+        if "exp_avg_sq" in state and not state["exp_avg_sq"].any():
+            state["step"].zero_()
 
 
 def gather_lists(values: list) -> list:

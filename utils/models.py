@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from utils.config import LoraOptions, ModelConfig, UserError, write_json
+from utils.launch import whole
 from utils.tensors import token_entropy, token_logprobs
 
 # A model without a chat template gets this one. Each turn ends with the eos token, as each response does.
@@ -223,6 +224,10 @@ def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype
         raise UserError(f"no model at {path}: {_first_line(error)}") from None
     finally:
         logging.set_verbosity(level)
+    if isinstance(getattr(model, "score", None), nn.Linear):
+        head = ScalarHead(model.score.in_features, model.score.out_features, bias=model.score.bias is not None)
+        head.load_state_dict(model.score.state_dict())
+        model.score = head
     missing = [key for key in info["missing_keys"] if not ("num_labels" in kwargs and key.startswith("score."))]
     if missing:
         raise UserError(f"{path} lacks weights: {', '.join(sorted(missing)[:3])}{' ...' if len(missing) > 3 else ''}")
@@ -287,12 +292,18 @@ def last_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     return trunk_of(model)(input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False).last_hidden_state
 
 
+class ScalarHead(nn.Linear):
+    """Hidden states (..., H) -> (..., 1) in fp32, whatever the dtype of states and weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
 def score_at_end(head: nn.Module, hidden: Tensor, attention_mask: Tensor) -> Tensor:
     """Scores (B,) in fp32, read at each row's last real token, found by the mask and never by a token id."""
     last = attention_mask.long().sum(-1) - 1
-    hidden = hidden[torch.arange(len(hidden), device=hidden.device), last].float()
-    with torch.autocast(hidden.device.type, enabled=False):
-        return nn.functional.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
+    return head(hidden[torch.arange(len(hidden), device=hidden.device), last])[:, 0]
 
 
 def project(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -339,10 +350,10 @@ class RoleModel(nn.Module):
         self.roles = roles
         self.dtype = dtype
         hidden_size = self.lm("critic").config.get_text_config().hidden_size
-        self.value_head = nn.Linear(hidden_size, 1)
+        self.value_head = ScalarHead(hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0, the mean of whitened returns
         nn.init.zeros_(self.value_head.bias)
-        self.score_head: nn.Linear | None = None
+        self.score_head: ScalarHead | None = None
         for parameter in self.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -407,8 +418,7 @@ class RoleModel(nn.Module):
                 elif role == "reference":
                     out["ref_logprobs"] = chunked_logprobs(self.lm(role), states, labels, temperature, False)[0]
                 elif role == "critic":
-                    with torch.autocast(states.device.type, enabled=False):
-                        out["values"] = self.value_head(states.float())[:, 0]
+                    out["values"] = self.value_head(states)[:, 0]
                 elif role == "reward":
                     head = self.score_head if self.score_head is not None else self.lm("reward").score
                     out["scores"] = score_at_end(head, hidden, mask)
@@ -501,7 +511,7 @@ def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, ta
     return model
 
 
-def add_reward_adapter(model: nn.Module, path: str) -> nn.Linear:
+def add_reward_adapter(model: nn.Module, path: str) -> ScalarHead:
     """Load a LoRA reward model onto the shared backbone as adapter `reward`; returns its frozen score head."""
     from peft import PeftConfig, set_peft_model_state_dict
 
@@ -520,7 +530,7 @@ def add_reward_adapter(model: nn.Module, path: str) -> nn.Linear:
     for name, parameter in model.named_parameters():
         if ".reward." in name:
             parameter.requires_grad_(False)
-    head = nn.Linear(score.shape[1], 1, bias=False)
+    head = ScalarHead(score.shape[1], 1, bias=False)
     head.weight.data.copy_(score)
     return head.requires_grad_(False)
 
@@ -528,20 +538,30 @@ def add_reward_adapter(model: nn.Module, path: str) -> nn.Linear:
 # ---------------------------------------------------------------------------------------------------- saving
 
 
-def merged_state_dict(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
-    """Plain transformers weights, on the CPU, with one adapter added to its layers; the model is untouched."""
-    merged = {}
+def merged_state_dict(model: nn.Module, adapter: str | None, keep: bool = True) -> dict[str, Tensor]:
+    """Plain transformers weights, on the CPU, with one adapter added to its layers; the model is untouched.
+
+    Under ZeRO-3 all ranks call it, and those that do not write the weights say `keep=False`, which returns nothing.
+    """
+    merged, copies = {}, {}
     layers = {}
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if adapter is not None:
         layers = {name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight") and adapter in m.lora_A}
-    for name, tensor in base.state_dict().items():
+    for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" in name or ".modules_to_save." in name or ".original_module." in name:
             continue
         module, _, leaf = name.rpartition(".base_layer.")
-        if module in layers and leaf == "weight":
-            tensor = (tensor.float() + layers[module].get_delta_weight(adapter).float()).to(tensor.dtype)
-        merged[name.replace(".base_layer.", ".")] = tensor.detach().cpu()
+        changed = module in layers and leaf == "weight"
+        with whole([tensor, *(layers[module].parameters() if changed else ())]):
+            if not keep:
+                continue
+            if id(tensor) not in copies:  # tied weights stay one tensor
+                value = tensor.detach()
+                if changed:
+                    value = (value.float() + layers[module].get_delta_weight(adapter).detach().float()).to(value.dtype)
+                copies[id(tensor)] = value.cpu().clone() if hasattr(tensor, "ds_id") else value.cpu()
+            merged[name.replace(".base_layer.", ".")] = copies[id(tensor)]
     return merged
 
 

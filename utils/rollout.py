@@ -15,12 +15,14 @@ def generate(
     pad_id: int,
     batch_size: int = 64,
     progress=None,
+    synced: bool = False,
 ) -> list[list[int]]:
     """Response ids for each prompt, up to and including the first eos; without one the response was cut off.
 
     temperature 0 is greedy. Sampling is from the model's full distribution at that temperature: the model's
     own generation defaults (top-p, repetition penalty, ...) are switched off, because training uses
-    the full distribution too. Prompts run longest first in batches of `batch_size`.
+    the full distribution too. Prompts run longest first in batches of `batch_size`. synced: go on until the batches of
+    all ranks have ended, as ZeRO-3 needs; the ranks then need equally many batches.
     """
     from transformers import GenerationConfig
 
@@ -40,7 +42,7 @@ def generate(
             rows = order[start : start + batch_size]
             reversed_ids, reversed_mask = pad_rows([prompts[i][::-1] for i in rows], pad_id, torch.long)
             ids, mask = reversed_ids.flip(1).to(device), reversed_mask.flip(1).long().to(device)  # left-padded (B, P)
-            output = lm.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            output = lm.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=synced)
             for row, tokens in zip(rows, output[:, ids.shape[1] :].tolist()):
                 end = next((i + 1 for i, token in enumerate(tokens) if token in eos_ids), len(tokens))
                 responses[row] = tokens[:end]
