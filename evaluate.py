@@ -8,7 +8,6 @@ Both models answer the same held-out prompts. Writes `report.json` and a self-co
 """
 
 import html
-import io
 import json
 import textwrap
 import time
@@ -25,6 +24,7 @@ from utils.models import (
     arithmetic, eos_ids, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, max_positions, project, score_at_end, trunk_of,
 )
 from utils.models import LOGITS_CHUNK
+from utils.report import curves_svg, figure_svg, new_figure, page, table
 from utils.rewards import RewardConfig, check_ground_truth, check_reward_config, function_scorer, model_scores, rule_scorer
 from utils.rollout import generate
 from utils.tensors import pad_rows
@@ -277,38 +277,17 @@ def training_curves(policy_path: str) -> list[dict]:
     return read_metrics(Path(policy_path).parent) if Path(policy_path).is_dir() else []
 
 
-def figure_svg(figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
-
-
 def html_report(report: dict, curves: list[dict]) -> str:
     """One page without outside links: table, score histograms, training curves, all samples side by side."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "flatrlhf"  # the same report gives the same file
-    from matplotlib.figure import Figure
-
-    plots = []
     scores = [m for m in report["comparison"] if m in report["samples"][0]["baseline"] and m != "truncated"]
-    figure = Figure(figsize=(4 * len(scores), 3), layout="constrained")
+    figure = new_figure(4 * len(scores), 3)
     for axis, metric in zip(figure.subplots(1, len(scores), squeeze=False)[0], scores):
         values = [[s[name][metric] for s in report["samples"]] for name in ("baseline", "policy")]
         axis.hist(values, bins=15, label=["before", "after"])
         axis.set_title(LABELS.get(metric, metric))
         axis.legend()
-    plots.append(figure_svg(figure))
     names = ["objective/score_mean", "objective/kl_per_token", "rollout/response_length_mean", "objective/entropy"]
-    if curves and all(name in curves[0] for name in names):
-        figure = Figure(figsize=(16, 3), layout="constrained")
-        for axis, name in zip(figure.subplots(1, 4), names):
-            axis.plot([c["step"] for c in curves], [c[name] for c in curves])
-            axis.set_title(name)
-            axis.set_xlabel("PPO step")
-        plots.append(figure_svg(figure))
-    cells = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in table_rows(report))
+    training = curves_svg(curves, [(name,) for name in names])
     judge = report["win_rate_judge"]
     samples = "".join(
         f"<tr><td>{html.escape(s['prompt'])}</td>"
@@ -316,21 +295,14 @@ def html_report(report: dict, curves: list[dict]) -> str:
         + "</tr>"
         for s in report["samples"]
     )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>flatrlhf evaluation</title>
-<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}}
-table{{border-collapse:collapse;width:100%}}td,th{{border-bottom:1px solid #ddd;padding:.4em .6em;text-align:left;vertical-align:top}}
-svg{{max-width:100%;height:auto}}small{{color:#777}}td{{white-space:pre-wrap}}</style></head><body>
-<h1>Before and after</h1>
+    return page("Before and after", f"""
 <p>Baseline <code>{html.escape(report["baseline"])}</code>, policy <code>{html.escape(report["policy"])}</code>;
 {len(report["samples"])} held-out prompts, temperature {report["temperature"]}; win rate judged by {judge}.
 Intervals are 95% bootstrap intervals of the change, over prompts.</p>
-<table><tr><th></th><th>before</th><th>after</th><th>change</th><th>95% interval</th></tr>{cells}</table>
-<h2>Scores{" and training" if len(plots) > 1 else ""}</h2>{"".join(plots)}
+{table(["", "before", "after", "change", "95% interval"], table_rows(report))}
+<h2>Scores</h2>{figure_svg(figure)}{"<h2>Training</h2>" + training if training else ""}
 <h2>All answers</h2><table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>
-<script type="application/json" id="comparison">{json.dumps(report["comparison"])}</script>
-</body></html>
-"""
+<script type="application/json" id="comparison">{json.dumps(report["comparison"])}</script>""")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ class DataConfig:
     """appended to the last user turn, for example an instruction on the answer's form"""
     on_bad_row: Literal["skip", "error"] = "skip"
     """skip and count a row that cannot be used, or stop at the first"""
+    exclude: str | None = None
+    """a JSONL file of objects with an `id` or a `prompt`, such as a PPO run's suspicious.jsonl: those rows are left out"""
     seed: int = 0
     """decides which prompts are held out"""
     overwrite: bool = False
@@ -477,6 +479,17 @@ def print_example(row: dict, kind: str, tokenizer) -> None:
     print("---", flush=True)
 
 
+def read_excluded(file: str) -> set[str]:
+    """Ids and prompts (as JSON) of the objects in a JSONL file."""
+    excluded = set()
+    for place, raw in read_source(file, Hub()):
+        if not isinstance(raw, dict) or not ("id" in raw or "prompt" in raw):
+            raise UserError(f"{place}: exclude needs objects with an id or a prompt (a list of messages)")
+        excluded |= {raw["id"]} if "id" in raw else set()
+        excluded |= {json.dumps(raw["prompt"])} if "prompt" in raw else set()
+    return excluded
+
+
 def prepare(cfg: DataConfig) -> dict:
     """Run stage 1; returns the report that is also written to report.json."""
     from utils.models import load_tokenizer
@@ -488,6 +501,7 @@ def prepare(cfg: DataConfig) -> dict:
     if cfg.hub != Hub() and all(Path(s).exists() or glob.glob(s) for s in sources):
         raise UserError("hub.* is set but every source is a local file, so it would have no effect; remove it")
     tokenizer = load_tokenizer(cfg.tokenizer)
+    excluded = read_excluded(cfg.exclude) if cfg.exclude else set()
 
     # 1. read, convert and check each row
     kept: dict[str, list[dict]] = {"train": [], "test": []}
@@ -510,6 +524,8 @@ def prepare(cfg: DataConfig) -> dict:
                 row_lengths = check_lengths(row, kind, tokenizer, cfg.max_prompt_length, cfg.max_response_length)
                 content = json.dumps({k: v for k, v in row.items() if k != "metadata"}, sort_keys=True, ensure_ascii=False)
                 row["id"] = hashlib.sha256(content.encode()).hexdigest()[:16]
+                if row["id"] in excluded or json.dumps(row["prompt"]) in excluded:
+                    raise BadRow("excluded", "listed in exclude")
                 if row["id"] in seen:
                     raise BadRow("duplicate", "the same row stood before")
             except BadRow as bad:

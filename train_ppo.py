@@ -10,6 +10,7 @@ reference, and values. 4 token rewards: minus kl_coef x KL on each token, plus t
 5 advantages (GAE), whitened. 6 clipped updates. 7 KL controller, metrics, checkpoint.
 """
 
+import dataclasses
 import json
 import math
 import time
@@ -20,33 +21,47 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from utils.checkpoint import load_checkpoint, save_checkpoint
-from utils.config import LoraOptions, ModelConfig, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage
+from utils.checkpoint import forget_checkpoints, load_checkpoint, rewrite_state, save_checkpoint, step_name
+from utils.config import (
+    LoraOptions, ModelConfig, RunStopped, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage,
+    write_text,
+)
 from utils.data import decode_response, encode_prompts, load_prompts, show
+from utils.guards import GuardConfig, Guards, RollBack, SkipRest
 from utils.launch import (
-    accumulating, backward, clip_grad_norm, drop_gradients, gather_lists, is_zero3, load_device, prepare, split_for_rank,
+    accumulating, backward, clip_grad_norm, discard_gradients, drop_gradients, gather_lists, is_zero3, load_device, prepare, split_for_rank,
     start_accelerator, step_optimizer, unwrap, whole,
 )
 from utils.models import (
     RoleModel, adapter_base, add_lora, add_reward_adapter, eos_ids, load_causal_lm, load_reward_model, load_tokenizer,
-    max_positions, merged_state_dict, model_dtype, read_stats, same_model, save_adapter,
+    max_positions, merged_state_dict, model_dtype, new_reward_model, read_stats, same_model, save_adapter,
     save_model, template_fingerprint,
 )
+from utils.report import curves_svg, page
 from utils.rewards import RewardConfig, check_ground_truth, check_reward_config, function_scorer, model_scores, rule_scorer
 from utils.rollout import generate
 from utils.tensors import masked_mean, masked_whiten, pad_rows
-from utils.tracking import Metrics, Timer, peak_memory_gb, progress_bar, remaining
+from utils.tracking import Metrics, Timer, log_samples, peak_memory_gb, progress_bar, read_metrics, remaining, start_trackers
 
 KL_COEF_BOUNDS = (1e-4, 10.0)  # the controller never leaves these
+PLOTS = [  # panels of report.html
+    ("objective/score_mean",), ("objective/reward_mean",), ("objective/kl_per_token",), ("objective/kl_coef",),
+    ("rollout/response_length_mean",), ("objective/entropy",), ("rollout/truncated_fraction", "rollout/distinct_2"), ("eval/score_mean",),
+    ("policy/loss", "policy/kl_loss"), ("critic/loss",), ("policy/approx_kl", "policy/clip_fraction"), ("critic/explained_variance",),
+    ("policy/grad_norm", "critic/grad_norm"),
+]
+NO_SCORES = {"count": 0, "mean": 0.0, "m2": 0.0}  # moments of the run's scores before the first
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The value function."""
+    """The value function of adv_estimator gae."""
 
-    kind: Literal["adapter", "shared"] = "adapter"
+    kind: Literal["adapter", "shared", "separate"] = "adapter"
     """adapter: a LoRA adapter of its own on the backbone. shared: a head on the policy's hidden states, which
-    halves the update's cost"""
+    halves the update's cost. separate: a model of its own"""
+    path: str | None = None
+    """adapter, separate: reward model to start from; null = the policy's weights and values of 0"""
     lr: float | None = None
     """learning rate of the critic; null = that of the policy"""
     loss_coef: float | None = None
@@ -68,33 +83,63 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class ScoreConfig:
+    """What is done to a response's score before it becomes a reward, in this order."""
+
+    normalize: bool = False
+    """shift and scale by the mean and deviation of all scores of the run so far"""
+    clip: float | None = None
+    """keep within +- this"""
+    missing_eos_penalty: float = 0.0
+    """taken off where the response was cut off"""
+    length_penalty: float = 0.0
+    """taken off for each response token"""
+
+
+@dataclass(frozen=True)
 class KLControl:
     """How kl_coef changes during the run."""
 
-    method: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: proportional control towards target_kl (Ziegler et al. 2019, section 2.2)"""
+    method: Literal["fixed", "adaptive", "moving_average"] = "fixed"
+    """adaptive: proportional control towards target_kl (Ziegler et al. 2019, section 2.2). moving_average: the
+    same, driven by an exponential average of the measured KL"""
     target_kl: float | None = None
-    """adaptive: KL to the reference to hold, in nats a token"""
+    """KL to the reference to hold, in nats a token"""
     horizon: int | None = None
-    """adaptive: responses in which the coefficient can change by a factor of about 1.2; null = 10 steps' worth"""
+    """responses in which the coefficient can change by a factor of about 1.2; null = 10 steps' worth"""
+    decay: float | None = None
+    """moving_average: share of the old average that each step keeps; null = 0.5"""
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
     """PPO (Schulman et al. 2017)."""
 
+    adv_estimator: Literal["gae", "rloo", "grpo"] = "gae"
+    """gae: with a critic (Schulman et al. 2016). rloo: reward minus the mean of the prompt's other responses (Ahmadian et
+    al. 2024). grpo: reward whitened among the prompt's responses (Shao et al. 2024). The last two need rollout.n > 1"""
     gamma: float = 1.0
-    """discount a token"""
+    """gae: discount a token"""
     lam: float = 0.95
-    """lambda of GAE (Schulman et al. 2016)"""
+    """gae: its lambda"""
+    whiten_rewards: bool = False
+    """gae: divide token rewards by their deviation over the step"""
+    whiten_advantages: bool | None = None
+    """shift and scale to mean 0 and deviation 1 over the step's tokens; null = with gae only"""
     clip_ratio: float = 0.2
     """the policy ratio is clipped to 1 +- this"""
+    clip_ratio_c: float | None = None
+    """dual clip: the loss of a token with a negative advantage is at most this times minus the advantage (Ye et al. 2020); 3 is common"""
     value_clip: float = 0.2
-    """values move at most this far from the old ones in one step"""
+    """gae: values move at most this far from the old ones in one step"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, nats a token"""
     kl_coef: float = 0.05
-    """reward units a nat of KL to the reference, on each token"""
+    """reward units (or loss units) a nat of KL to the reference, on each token"""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """where KL to the reference is paid"""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """of log r = log ref - log policy (Schulman 2020): k1 -log r, k2 (log r)^2 / 2, k3 r - 1 - log r; null = k1 in the reward, k3 in the loss"""
     kl_ctrl: KLControl = field(default_factory=KLControl)
 
 
@@ -109,7 +154,9 @@ class PPOConfig:
     lora: LoraOptions | None = field(default_factory=LoraOptions)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    guards: GuardConfig = field(default_factory=GuardConfig)
     max_prompt_length: int = 512
     """tokens; a longer prompt in the data is an error"""
     max_response_length: int = 256
@@ -142,12 +189,12 @@ class PPOConfig:
     """held-out prompts for eval_every"""
     log_every: int = 1
     """steps between lines on the terminal"""
-    resume: Literal["auto"] | None = None
-    """auto: go on from the newest checkpoint of output_dir, or start"""
+    resume: Literal["auto", "partial"] | None = None
+    """auto: go on from the newest checkpoint of output_dir, or start. partial: the same, where the checkpoint lacks something"""
     overwrite: bool = False
     """replace the output of an earlier run"""
-    report_to: Literal["tensorboard", "none"] = "tensorboard"
-    """tracker, beside metrics.jsonl"""
+    report_to: Literal["tensorboard", "wandb", "trackio", "none"] = "tensorboard"
+    """tracker, beside metrics.jsonl; wandb and trackio must be installed"""
     seed: int = 0
     """of adapters, prompt order, sampling and mini-batches"""
 
@@ -155,12 +202,14 @@ class PPOConfig:
 # ------------------------------------------------------------------------------------------------------- math
 
 
-def kl_shaped_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Token rewards (B, T): -kl_coef x (logprob - ref_logprob) on response tokens, plus the score on the last.
+def kl_shaped_rewards(
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float, estimator: str = "k1"
+) -> Tensor:
+    """Token rewards (B, T): -kl_coef x KL to the reference on response tokens, plus the score on the last.
 
     scores (B,); the rest (B, T) with a boolean mask. 0 outside the mask. (Ziegler et al. 2019, eq. 2.)
     """
-    rewards = torch.where(mask, -kl_coef * (logprobs - ref_logprobs), 0)
+    rewards = torch.where(mask, -kl_coef * KL_ESTIMATORS[estimator](logprobs, ref_logprobs), 0)
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(1, keepdim=True)  # (B, 1); -1 where the row is empty
     return rewards + torch.where(positions == last, scores[:, None], 0)
@@ -184,25 +233,57 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, advantages + values
 
 
+def rloo_advantages(rewards: Tensor, n: int) -> Tensor:
+    """Reward minus the mean of the n - 1 other responses to the prompt: (B,) in groups of n -> (B,)."""
+    groups = rewards.view(-1, n)
+    return (groups - (groups.sum(1, keepdim=True) - groups) / (n - 1)).view(-1)
+
+
+def grpo_advantages(rewards: Tensor, n: int) -> Tensor:
+    """Rewards shifted and scaled to mean 0 and deviation 1 (population) in each group of n: (B,) -> (B,); equal ones give 0."""
+    groups = rewards.view(-1, n)
+    centred = groups - groups.mean(1, keepdim=True)
+    return (centred * torch.rsqrt((centred**2).mean(1, keepdim=True) + 1e-8)).view(-1)
+
+
+def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Plain estimate of KL(p || other) from samples of p, unbiased, negative by chance (Schulman 2020)."""
+    return logprobs - other_logprobs
+
+
+def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Half the squared log ratio: biased, never negative; as a loss its gradient is that of the KL (Schulman 2020)."""
+    return 0.5 * (logprobs - other_logprobs) ** 2
+
+
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """Low-variance estimate of KL(p || other) from samples of p, never negative (Schulman 2020): r - 1 - log r."""
     log_ratio = other_logprobs - logprobs
     return torch.expm1(log_ratio) - log_ratio
 
 
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
 def ppo_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_ratio: float
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_ratio: float, clip_ratio_c: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate loss (Schulman et al. 2017, eq. 7), mean over the mask. All (B, T)."""
+    """Clipped surrogate loss (Schulman et al. 2017, eq. 7), mean over the mask. All (B, T).
+
+    clip_ratio_c bounds the loss of tokens with negative advantages at -clip_ratio_c x advantage (Ye et al. 2020, eq. 5).
+    """
     logprobs, old_logprobs, advantages = (torch.where(mask, x, 0) for x in (logprobs, old_logprobs, advantages))
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
-    loss = masked_mean(torch.maximum(-advantages * ratio, -advantages * clipped), mask)
+    plain = -advantages * ratio
+    losses = torch.maximum(plain, -advantages * ratio.clamp(1 - clip_ratio, 1 + clip_ratio))
+    if clip_ratio_c is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * clip_ratio_c), losses)
+    loss = masked_mean(losses, mask)
     with torch.no_grad():
         metrics = {
             "policy/approx_kl": masked_mean(ratio - 1 - log_ratio, mask),
-            "policy/clip_fraction": masked_mean((-advantages * clipped > -advantages * ratio).float(), mask),
+            "policy/clip_fraction": masked_mean((losses != plain).float(), mask),
             "policy/ratio_mean": masked_mean(ratio, mask),
         }
     return loss, metrics
@@ -236,6 +317,22 @@ def next_kl_coef(kl_coef: float, kl: float, target_kl: float, horizon: int, n: i
     return min(max(kl_coef * (1 + error * n / horizon), KL_COEF_BOUNDS[0]), KL_COEF_BOUNDS[1])
 
 
+def shape_scores(scores: Tensor, lengths: Tensor, ended: Tensor, cfg: ScoreConfig, moments: dict[str, float]) -> Tensor:
+    """Scores (B,) as rewards. moments {count, mean, m2} of the earlier scores are brought up to date in place (Chan et al. 1979)."""
+    count, batch = moments["count"], len(scores)
+    mean = scores.double().mean().item()
+    m2 = ((scores.double() - mean) ** 2).sum().item()
+    shift, total = mean - moments["mean"], count + batch
+    moments["m2"] += m2 + shift**2 * count * batch / total
+    moments["mean"] += shift * batch / total
+    moments["count"] = total
+    if cfg.normalize:
+        scores = (scores - moments["mean"]) / max((moments["m2"] / total) ** 0.5, 1e-6)
+    if cfg.clip is not None:
+        scores = scores.clamp(-cfg.clip, cfg.clip)
+    return scores - cfg.missing_eos_penalty * (~ended) - cfg.length_penalty * lengths
+
+
 # ------------------------------------------------------------------------------------------- model and rewards
 
 
@@ -246,37 +343,66 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
     """
     dtype = model_dtype(cfg.model.dtype, device)
     device = load_on or device
-    shared = cfg.critic.kind == "shared"
     if cfg.lora is not None:
-        model = add_lora(load_causal_lm(cfg.model, device, dtype), cfg.lora, "policy", cfg.seed)
-        models = {"backbone": model}
-        roles = {"policy": ("backbone", "policy"), "reference": ("backbone", None), "critic": ("backbone", "policy")}
-        if not shared:
-            add_lora(model, cfg.lora, "critic", cfg.seed + 1)
-            roles["critic"] = ("backbone", "critic")
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".policy." in name or ".critic." in name)
+        backbone = add_lora(load_causal_lm(cfg.model, device, dtype), cfg.lora, "policy", cfg.seed)
+        models, roles = {"backbone": backbone}, {"policy": ("backbone", "policy"), "reference": ("backbone", None)}
     else:
         models = {
             "policy": load_causal_lm(cfg.model, device, torch.float32).requires_grad_(True),
             "reference": load_causal_lm(cfg.model, device, torch.float32),  # as the policy, so that KL starts at 0
         }
-        roles = {"policy": ("policy", None), "reference": ("reference", None), "critic": ("policy", None)}
+        roles = {"policy": ("policy", None), "reference": ("reference", None)}
+
+    start_head = None  # of the reward model that the critic starts from
+    if cfg.algorithm.adv_estimator == "gae" and cfg.critic.kind == "shared":
+        roles["critic"] = roles["policy"]
+    elif cfg.algorithm.adv_estimator == "gae" and cfg.critic.kind == "adapter":
+        if cfg.critic.path is None:
+            add_lora(backbone, cfg.lora, "critic", cfg.seed + 1)
+        elif adapter_base(cfg.critic.path) is None or not same_model(adapter_base(cfg.critic.path), cfg.model.path):
+            raise UserError(f"critic.path {cfg.critic.path} is not a LoRA of {cfg.model.path}; critic.kind separate takes any reward model")
+        else:
+            start_head = add_reward_adapter(backbone, cfg.critic.path, "critic")
+        roles["critic"] = ("backbone", "critic")
+    elif cfg.algorithm.adv_estimator == "gae":
+        source = dataclasses.replace(cfg.model, path=cfg.critic.path or cfg.model.path)
+        if cfg.critic.path and load_tokenizer(cfg.critic.path).get_vocab() != load_tokenizer(cfg.model.path).get_vocab():
+            raise UserError(f"critic.path {cfg.critic.path} has another vocabulary than the policy, so it cannot read the policy's tokens")
+        critic = new_reward_model(source, device, cfg.seed, dtype if cfg.lora else torch.float32)
+        start_head = critic.score if cfg.critic.path else None
+        critic.score = torch.nn.Identity()  # the value head of RoleModel takes its place
+        models["critic"] = add_lora(critic, cfg.lora, "critic", cfg.seed + 1, task=None) if cfg.lora else critic.requires_grad_(True)
+        roles["critic"] = ("critic", "critic" if cfg.lora else None)
+
     score_head = None
     if cfg.reward_model.style == "model":
         base = adapter_base(cfg.reward_model.path)
         if base and cfg.lora is not None and same_model(base, cfg.model.path):
-            score_head = add_reward_adapter(models["backbone"], cfg.reward_model.path)
+            score_head = add_reward_adapter(backbone, cfg.reward_model.path, "reward")
             roles["reward"] = ("backbone", "reward")
         else:
             reward = ModelConfig(cfg.reward_model.path, cfg.model.dtype, cfg.model.attn_implementation)
             models["reward"] = load_reward_model(reward, device)
             roles["reward"] = ("reward", None)
+    if cfg.lora is not None:
+        for model in models.values():
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(".policy." in name or ".critic." in name)
     model = RoleModel(models, roles, dtype)
     model.score_head = score_head
+    if start_head is not None:  # values in the unit of the normalised scores
+        mean, std = score_scale(cfg.critic.path)
+        model.value_head.weight.data.copy_(start_head.weight / std)
+        model.value_head.bias.data.fill_(((0.0 if start_head.bias is None else start_head.bias.item()) - mean) / std)
     if cfg.model.gradient_checkpointing:
         model.enable_checkpointing()
     return model.to(device)
+
+
+def score_scale(path: str) -> tuple[float, float]:
+    """Mean and deviation of a reward model's scores on its held-out data; (0, 1) if nobody measured them."""
+    stats = read_stats(path)
+    return (stats["score_mean"], max(stats["score_std"], 1e-6)) if stats else (0.0, 1.0)
 
 
 def build_scorer(cfg: PPOConfig, model: RoleModel, tokenizer, device: torch.device):
@@ -293,7 +419,7 @@ def build_scorer(cfg: PPOConfig, model: RoleModel, tokenizer, device: torch.devi
             f"{cfg.reward_model.path} was trained with another chat template or tokenizer than "
             f"{'the policy has' if on_backbone else 'its folder holds'}, so its scores would mean nothing; train it again"
         )
-    mean, std = (stats["score_mean"], max(stats["score_std"], 1e-6)) if stats else (0.0, 1.0)
+    mean, std = score_scale(cfg.reward_model.path)
 
     def forward(ids: Tensor, mask: Tensor) -> Tensor:
         batch = {"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}
@@ -360,47 +486,66 @@ def by_length(rollouts: list[Rollout]) -> list[int]:
 def add_logprobs_and_values(rollouts: list[Rollout], model: RoleModel, cfg: PPOConfig, pad_id: int, device) -> None:
     """Fill in per-token log-probabilities, entropy and values by the forward that the update uses too."""
     order, micro = by_length(rollouts), cfg.log_prob_micro_batch_size_per_gpu
+    roles = tuple(role for role in ("policy", "critic", "reference") if role in model.roles)
     for start in range(0, len(order), micro):
         part = [rollouts[i] for i in order[start : start + micro]]
         batch = make_batch(part, pad_id, device)
-        out = model(batch, ("policy", "critic", "reference"), cfg.rollout.temperature, entropy=True)
+        out = model(batch, roles, cfg.rollout.temperature, entropy=True)
         lengths = [len(r.response_ids) for r in part]
-        for name in ("logprobs", "ref_logprobs", "entropy", "values"):
-            for rollout, tokens in zip(part, out[name].cpu().split(lengths)):
+        for name, values in out.items():
+            for rollout, tokens in zip(part, values.cpu().split(lengths)):
                 setattr(rollout, name, tokens.tolist())
 
 
-def experience(rollouts: list[Rollout], cfg: PPOConfig, kl_coef: float) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Token tensors (B, T) for the update, and the metrics of the rollouts. Pure CPU arithmetic."""
+def experience(
+    rollouts: list[Rollout], cfg: PPOConfig, kl_coef: float, moments: dict[str, float] | None = None
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Token tensors (B, T) for the update, and the metrics of the rollouts. Pure CPU arithmetic.
+
+    The n responses to a prompt stand together. moments: of the run's scores so far, see shape_scores.
+    """
+    algorithm = cfg.algorithm
     logprobs, mask = pad_rows([r.logprobs for r in rollouts], 0, torch.float32)
     ref_logprobs, _ = pad_rows([r.ref_logprobs for r in rollouts], 0, torch.float32)
-    values, _ = pad_rows([r.values for r in rollouts], 0, torch.float32)
     entropy, _ = pad_rows([r.entropy for r in rollouts], 0, torch.float32)
     scores = torch.tensor([r.score for r in rollouts])
-    algorithm = cfg.algorithm
-    rewards = kl_shaped_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)
-    advantages, returns = gae(rewards, values, mask, algorithm.gamma, algorithm.lam)
-    tensors = {
-        "mask": mask, "logprobs": logprobs, "values": values, "returns": returns, "advantages": masked_whiten(advantages, mask)
-    }
-    k1 = torch.where(mask, logprobs - ref_logprobs, 0).sum(1)  # (B,)
-    total = rewards.sum(1)  # (B,)
-    returns_variance = masked_mean((returns - masked_mean(returns, mask)) ** 2, mask)
-    residual = returns - values
-    residual_variance = masked_mean((residual - masked_mean(residual, mask)) ** 2, mask)
-    lengths = mask.sum(1).float()
+    lengths, ended = mask.sum(1).float(), torch.tensor([r.ended for r in rollouts])
+    shaped = shape_scores(scores, lengths, ended, cfg.score, dict(NO_SCORES) if moments is None else moments)
+    in_reward = kl_coef if algorithm.kl_in == "reward" else 0.0
+    rewards = kl_shaped_rewards(shaped, logprobs, ref_logprobs, mask, in_reward, kl_estimator(algorithm))
+    totals = rewards.sum(1)  # (B,)
+    tensors = {"mask": mask, "logprobs": logprobs, "ref_logprobs": ref_logprobs}
+    critic_metrics = {}
+    if algorithm.adv_estimator == "gae":
+        values, _ = pad_rows([r.values for r in rollouts], 0, torch.float32)
+        if algorithm.whiten_rewards:
+            rewards = rewards * torch.rsqrt(masked_mean((rewards - masked_mean(rewards, mask)) ** 2, mask) + 1e-8)
+        advantages, returns = gae(rewards, values, mask, algorithm.gamma, algorithm.lam)
+        tensors |= {"values": values, "returns": returns}
+        returns_variance = masked_mean((returns - masked_mean(returns, mask)) ** 2, mask)
+        residual = returns - values
+        residual_variance = masked_mean((residual - masked_mean(residual, mask)) ** 2, mask)
+        critic_metrics = {
+            "objective/return_mean": masked_mean(returns, mask),
+            "critic/explained_variance": 1 - residual_variance / returns_variance.clamp(min=1e-8),
+        }
+    else:
+        estimate = rloo_advantages if algorithm.adv_estimator == "rloo" else grpo_advantages
+        advantages = torch.where(mask, estimate(totals, cfg.rollout.n)[:, None], 0)
+        critic_metrics = {"objective/return_mean": masked_mean(totals[:, None].expand_as(mask), mask)}
+    whiten = algorithm.adv_estimator == "gae" if algorithm.whiten_advantages is None else algorithm.whiten_advantages
+    tensors["advantages"] = masked_whiten(advantages, mask) if whiten else advantages
     bigrams = [pair for r in rollouts for pair in zip(r.response_ids, r.response_ids[1:])]
     metrics = {
-        "objective/kl": k1.mean(),
+        "objective/kl": torch.where(mask, logprobs - ref_logprobs, 0).sum(1).mean(),
         "objective/kl_per_token": masked_mean(k3(logprobs, ref_logprobs), mask),
         "objective/kl_coef": kl_coef,
         "objective/score_mean": scores.mean(),
         "objective/score_std": scores.std(unbiased=False),
-        "objective/reward_mean": total.mean(),
-        "objective/reward_std": total.std(unbiased=False),
+        "objective/reward_mean": totals.mean(),
+        "objective/reward_std": totals.std(unbiased=False),
         "objective/entropy": masked_mean(entropy, mask),
-        "objective/return_mean": masked_mean(returns, mask),
-        "critic/explained_variance": 1 - residual_variance / returns_variance.clamp(min=1e-8),
+        **critic_metrics,
         "rollout/response_length_mean": lengths.mean(),
         "rollout/truncated_fraction": sum(not r.ended for r in rollouts) / len(rollouts),
         "rollout/empty_fraction": sum(not r.text.strip() for r in rollouts) / len(rollouts),
@@ -409,76 +554,126 @@ def experience(rollouts: list[Rollout], cfg: PPOConfig, kl_coef: float) -> tuple
     return tensors, {name: float(value) for name, value in metrics.items()}
 
 
+def kl_estimator(algorithm: AlgorithmConfig) -> str:
+    return algorithm.kl_estimator or ("k1" if algorithm.kl_in == "reward" else "k3")
+
+
 # ----------------------------------------------------------------------------------------------------- update
 
 
 def update(
-    rollouts: list[Rollout], tensors: dict[str, Tensor], model, optimizer, cfg: PPOConfig, step: int, pad_id: int, accelerator
+    rollouts: list[Rollout], tensors: dict[str, Tensor], model, optimizer, cfg: PPOConfig, step: int, pad_id: int, accelerator,
+    kl_coef: float, guards: Guards | None = None, draw: int | None = None,
 ) -> dict[str, float]:
     """All epochs and mini-batches of one step. Every rank holds all rollouts and takes its share of each mini-batch.
 
     The loss is a token mean over the whole mini-batch, so gradients depend neither on the micro-batch size nor on
-    the number of ranks.
+    the number of ranks. draw: seeds the order (null = step). Raises RollBack where the guards say so.
     """
     n_updates = 0
     sums: dict[str, float] = {}
-    for epoch in range(cfg.ppo_epochs):
-        generator = torch.Generator().manual_seed((cfg.seed * 1_000_003 + step) * 101 + epoch)
-        order = torch.randperm(len(rollouts), generator=generator).tolist()
-        for start in range(0, len(order), cfg.ppo_mini_batch_size):
-            rows = order[start : start + cfg.ppo_mini_batch_size]
-            values = mini_batch_step(rows, rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator)
-            n_updates += 1
-            for name, value in values.items():
-                sums[name] = sums.get(name, 0.0) + value
-    return {name: value / n_updates for name, value in sums.items()}
+    draw = step if draw is None else draw
+    try:
+        for epoch in range(cfg.ppo_epochs):
+            generator = torch.Generator().manual_seed((cfg.seed * 1_000_003 + draw) * 101 + epoch)
+            order = torch.randperm(len(rollouts), generator=generator).tolist()
+            for start in range(0, len(order), cfg.ppo_mini_batch_size):
+                rows = order[start : start + cfg.ppo_mini_batch_size]
+                values = mini_batch_step(rows, rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards)
+                n_updates += 1
+                if guards is not None and n_updates == 1:
+                    guards.check_first(step, values["policy/approx_kl"])
+                for name, value in values.items():
+                    sums[name] = sums.get(name, 0.0) + value
+        if guards is not None and guards.cfg.enabled:  # nothing above has seen the last update's effect
+            guards.check_update(step, update_kl(rows, rollouts, tensors, model, cfg, pad_id, accelerator), last=True)
+    except SkipRest:
+        pass
+    return {name: value / max(n_updates, 1) for name, value in sums.items()}
+
+
+def micro_batches(rows: list[int], rollouts, tensors, cfg: PPOConfig, pad_id: int, accelerator):
+    """This rank's share of a mini-batch: (batch for the model, token tensors (b, t), whether it is the last), longest first."""
+    rows = [rows[i] for i in by_length([rollouts[r] for r in rows])]
+    mine, micro = rows[accelerator.process_index :: accelerator.num_processes], cfg.ppo_micro_batch_size_per_gpu
+    for i in range(0, len(mine), micro):
+        part = mine[i : i + micro]
+        width = int(tensors["mask"][part].sum(1).max())
+        old = {name: tensor[part, :width].to(accelerator.device) for name, tensor in tensors.items()}
+        yield make_batch([rollouts[r] for r in part], pad_id, accelerator.device), old, i + micro >= len(mine)
 
 
 def mini_batch_step(
-    rows: list[int], rollouts, tensors, model, optimizer, cfg: PPOConfig, step: int, pad_id: int, accelerator
+    rows: list[int], rollouts, tensors, model, optimizer, cfg: PPOConfig, step: int, pad_id: int, accelerator, kl_coef: float, guards
 ) -> dict[str, float]:
     """One optimizer step on `rows`; returns token-weighted metrics of the whole mini-batch."""
-    world, micro, device = accelerator.num_processes, cfg.ppo_micro_batch_size_per_gpu, accelerator.device
+    world, algorithm = accelerator.num_processes, cfg.algorithm
     total_tokens = int(tensors["mask"][rows].sum())
-    rows = [rows[i] for i in by_length([rollouts[r] for r in rows])]
-    mine = rows[accelerator.process_index :: world]
     warming_up = step <= cfg.critic.warmup_steps
     value_coef = 1.0 if cfg.critic.kind != "shared" else 0.1 if cfg.critic.loss_coef is None else cfg.critic.loss_coef
-    algorithm = cfg.algorithm
+    roles = ("policy", "critic") if algorithm.adv_estimator == "gae" else ("policy",)
     sums: dict[str, Tensor] = {}
-    for i in range(0, len(mine), micro):
-        part = mine[i : i + micro]
-        batch = make_batch([rollouts[r] for r in part], pad_id, device)
-        width = int(tensors["mask"][part].sum(1).max())
-        old = {name: tensor[part, :width].to(device) for name, tensor in tensors.items()}
+    for batch, old, last in micro_batches(rows, rollouts, tensors, cfg, pad_id, accelerator):
         mask = old["mask"]
-        tokens = int(mask.sum())
-        last = i + micro >= len(mine)
+        share = int(mask.sum()) / total_tokens
         with accumulating(accelerator, model, last):
-            out = model(batch, ("policy", "critic"), cfg.rollout.temperature, entropy=algorithm.entropy_coef > 0)
+            out = model(batch, roles, cfg.rollout.temperature, entropy=algorithm.entropy_coef > 0)
             logprobs = torch.zeros_like(old["logprobs"]).masked_scatter(mask, out["logprobs"])
-            values = torch.zeros_like(old["values"]).masked_scatter(mask, out["values"])
-            policy_loss, info = ppo_policy_loss(logprobs, old["logprobs"], old["advantages"], mask, algorithm.clip_ratio)
-            value_loss, value_info = ppo_value_loss(values, old["values"], old["returns"], mask, algorithm.value_clip)
-            loss = policy_loss
+            loss, info = ppo_policy_loss(
+                logprobs, old["logprobs"], old["advantages"], mask, algorithm.clip_ratio, algorithm.clip_ratio_c
+            )
+            info["policy/loss"] = loss.detach()
             if algorithm.entropy_coef > 0:
                 loss = loss - algorithm.entropy_coef * out["entropy"].mean()
-            loss = loss * (0.0 if warming_up else 1.0) + value_coef * value_loss
-            backward(accelerator, model, loss * (tokens / total_tokens * world), last)  # ranks' gradients are averaged
-        info |= value_info | {"policy/loss": policy_loss.detach(), "critic/loss": value_loss.detach()}
+            if algorithm.kl_in == "loss":
+                kl = masked_mean(KL_ESTIMATORS[kl_estimator(algorithm)](logprobs, old["ref_logprobs"]), mask)
+                loss, info["policy/kl_loss"] = loss + kl_coef * kl, kl.detach()
+            if "critic" in roles:
+                values = torch.zeros_like(old["values"]).masked_scatter(mask, out["values"])
+                value_loss, value_info = ppo_value_loss(values, old["values"], old["returns"], mask, algorithm.value_clip)
+                loss = loss * (0.0 if warming_up else 1.0) + value_coef * value_loss
+                info |= value_info | {"critic/loss": value_loss.detach()}
+            backward(accelerator, model, loss * (share * world), last)  # ranks' gradients are averaged
         for name, value in info.items():
-            sums[name] = sums.get(name, 0.0) + value * (tokens / total_tokens)
-    norms = {}
-    for name, parameters in unwrap(model).groups().items():
-        norms[f"{name}/grad_norm"] = clip_grad_norm(accelerator, parameters, cfg.max_grad_norm)
-        if not math.isfinite(norms[f"{name}/grad_norm"]):
-            raise UserError(f"step {step}: the gradient of the {name} is not finite; lower lr, or resume from a checkpoint with a lower one")
-        if name == "policy" and warming_up:  # a shared critic's loss reaches the policy too, and Adam counts zero gradients
-            drop_gradients(accelerator, parameters)
-    step_optimizer(accelerator, model, optimizer)
+            sums[name] = sums.get(name, 0.0) + value * share
     names = sorted(sums)
-    reduced = accelerator.reduce(torch.stack([sums[name] for name in names]), "sum").tolist()
-    return dict(zip(names, reduced)) | norms
+    metrics = dict(zip(names, accelerator.reduce(torch.stack([sums[name] for name in names]), "sum").tolist()))
+
+    good = True
+    try:
+        if guards is not None:
+            guards.check_update(step, metrics["policy/approx_kl"])
+        for name, parameters in unwrap(model).groups().items():
+            norm = metrics[f"{name}/grad_norm"] = clip_grad_norm(accelerator, parameters, cfg.max_grad_norm)
+            if guards is not None:
+                good = guards.gradient_is_good(step, name, norm) and good
+            if guards is None or not guards.cfg.enabled:
+                if not math.isfinite(norm):
+                    raise UserError(
+                        f"step {step}: the gradient of the {name} is not finite; lower lr, or resume from a checkpoint with a lower one"
+                    )
+            if name == "policy" and warming_up:  # a shared critic's loss reaches the policy too, and Adam counts zero gradients
+                drop_gradients(accelerator, parameters)
+    except (SkipRest, RollBack):
+        discard_gradients(accelerator, model, optimizer)
+        raise
+    if good:
+        step_optimizer(accelerator, model, optimizer)
+        if guards is not None:
+            guards.state["skips"] = 0
+    else:
+        discard_gradients(accelerator, model, optimizer)
+    return metrics
+
+
+@torch.no_grad()
+def update_kl(rows: list[int], rollouts, tensors, model, cfg: PPOConfig, pad_id: int, accelerator) -> float:
+    """KL of the policy that sampled `rows` to the policy now, nats a token (k3), over all ranks."""
+    total = torch.zeros((), device=accelerator.device)
+    for batch, old, _ in micro_batches(rows, rollouts, tensors, cfg, pad_id, accelerator):
+        logprobs = unwrap(model)(batch, ("policy",), cfg.rollout.temperature)["logprobs"]
+        total += k3(old["logprobs"][old["mask"]], logprobs).sum()
+    return accelerator.reduce(total, "sum").item() / int(tensors["mask"][rows].sum())
 
 
 # ------------------------------------------------------------------------------------------------------ train
@@ -513,32 +708,40 @@ def train(cfg: PPOConfig) -> list[dict]:
         open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
         record_run(folder, cfg)
     accelerator.wait_for_everyone()
-    groups, critic_lr = model.groups(), cfg.lr if cfg.critic.lr is None else cfg.critic.lr
+    base_lr = {"policy": cfg.lr, "critic": cfg.lr if cfg.critic.lr is None else cfg.critic.lr}
     optimizer = torch.optim.AdamW(
-        [{"params": groups["policy"], "lr": cfg.lr}, {"params": groups["critic"], "lr": critic_lr}], weight_decay=0.0
+        [{"params": parameters, "lr": base_lr[name]} for name, parameters in model.groups().items()], weight_decay=0.0
     )
+    group_names = list(model.groups())
     roles = model  # forwards without gradients need no wrapper
     trained = sum(p.numel() for p in model.trainable().values())
     model, optimizer = prepare(accelerator, model, optimizer, cfg.ppo_micro_batch_size_per_gpu)
-    accelerator.init_trackers("tensorboard" if cfg.report_to != "none" else "none")
+    start_trackers(accelerator, cfg)
 
-    state = (load_checkpoint(folder, accelerator, model, optimizer) if cfg.resume else None) or {"step": 0}
-    kl_coef = state.get("kl_coef", cfg.algorithm.kl_coef)
-    first_step = state["step"]
-    metrics = Metrics(folder, accelerator, first_step)
+    state = new_state(cfg)
+    if cfg.resume:
+        state |= load_checkpoint(folder, accelerator, model, optimizer, set(state), cfg.resume == "partial") or {}
+    guards = Guards(cfg.guards, folder, state, is_main)
+    metrics = Metrics(folder, accelerator, state["step"])
+    if cfg.guards.enabled and state["step"] == 0:  # there must always be something to go back to
+        save_checkpoint(folder, accelerator, model, optimizer, state, cfg.keep_last)
     if is_main:
         describe(cfg, roles, len(rows), total_steps, world, device, trained)
-    history, clock = [], time.time()
-    bar = progress_bar(label="ppo", unit="step", total=total_steps, initial=first_step)
+    history, clock, steps_run = [], time.time(), 0
+    bar = progress_bar(label="ppo", unit="step", total=total_steps, initial=state["step"])
 
-    for step in range(first_step + 1, total_steps + 1):
-        timer = Timer()
+    while state["step"] < total_steps:
+        step, timer = state["step"] + 1, Timer()
+        state["draw"] += 1  # counts on when the run is rolled back, so that it goes on with other prompts and samples
+        draw, kl_coef = state["draw"], state["kl_coef"]
+        for name, group in zip(group_names, optimizer.param_groups):
+            group["lr"] = base_lr[name] * state["lr_scale"]
         # 1. sample n responses to each prompt; each rank takes its share
         with timer("rollout"):
             n_prompts = cfg.train_batch_size // cfg.rollout.n
-            chosen = prompt_order(len(rows), (step - 1) * n_prompts, n_prompts, cfg.seed)
+            chosen = prompt_order(len(rows), (draw - 1) * n_prompts, n_prompts, cfg.seed)
             mine = split_for_rank([row for row in chosen for _ in range(cfg.rollout.n)], rank, world)
-            seed_sampling(cfg.seed, step, rank)
+            seed_sampling(cfg.seed, draw, rank)
             rollouts = sample(roles, [prompts[i] for i in mine], mine, cfg, tokenizer, stop_ids, is_zero3(accelerator))
         # 2. score
         with timer("score"):
@@ -548,17 +751,22 @@ def train(cfg: PPOConfig) -> list[dict]:
             add_logprobs_and_values(rollouts, roles, cfg, pad_id, device)
             rollouts = gather_lists(rollouts)
         # 4. and 5. token rewards and whitened advantages
-        tensors, values = experience(rollouts, cfg, kl_coef)
-        # 6. clipped updates
-        if is_main and step == first_step + 1:
+        tensors, values = experience(rollouts, cfg, kl_coef, state["scores"])
+        if is_main and steps_run == 0:
             print_rollout(rollouts[0], tokenizer)
-        with timer("update"):
-            values |= update(rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator)
+        # 6. clipped updates
+        try:
+            guards.check_rollouts(step, values, rollouts, rows, cfg.data)
+            with timer("update"):
+                values |= update(rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards, draw)
+        except RollBack as problem:
+            state |= roll_back(problem, guards, state, metrics, folder, accelerator, model, optimizer, cfg)
+            history = [values for values in history if values["step"] <= state["step"]]
+            bar.update(state["step"] - bar.n)
+            continue
         # 7. controller, metrics, samples, checkpoint
-        control = cfg.algorithm.kl_ctrl
-        if control.method == "adaptive":
-            horizon = control.horizon or 10 * cfg.train_batch_size
-            kl_coef = next_kl_coef(kl_coef, values["objective/kl_per_token"], control.target_kl, horizon, cfg.train_batch_size)
+        state["step"] = step
+        control_kl(cfg, state, values["objective/kl_per_token"])
         if cfg.eval_every and step % cfg.eval_every == 0:
             with timer("eval"):
                 values |= sample_held_out(held_out, roles, cfg, tokenizer, stop_ids, scorer, step, folder, accelerator)
@@ -566,25 +774,27 @@ def train(cfg: PPOConfig) -> list[dict]:
         tokens = sum(len(r.response_ids) for r in rollouts)
         values |= {f"time/{phase}": s for phase, s in seconds.items()}
         values |= {
-            "rollout/tokens_per_second": tokens / seconds["rollout"], "policy/lr": 0.0 if step <= cfg.critic.warmup_steps else cfg.lr,
-            "critic/lr": critic_lr, "memory/peak_gb": peak_memory_gb(device),
+            f"{name}/lr": 0.0 if name == "policy" and step <= cfg.critic.warmup_steps else base_lr[name] * state["lr_scale"] for name in group_names
         }
+        values |= {"rollout/tokens_per_second": tokens / seconds["rollout"], "memory/peak_gb": peak_memory_gb(device)}
         metrics.log(step, values)
         history.append({"step": step, **values})
         bar.update(1)
+        steps_run += 1
         if is_main and (step % cfg.log_every == 0 or step == total_steps):
-            left = remaining(step - first_step, total_steps - first_step, time.time() - clock)
+            left = remaining(steps_run, steps_run + total_steps - step, time.time() - clock)
             print(
                 f"step {step}/{total_steps}  score {values['objective/score_mean']:+.3f}  KL/token {values['objective/kl_per_token']:.4f}  "
                 f"length {values['rollout/response_length_mean']:.1f}  entropy {values['objective/entropy']:.2f}  "
-                f"clipped {values['policy/clip_fraction']:.3f}  {seconds['total']:.1f} s  left {left}", flush=True,
+                f"clipped {values.get('policy/clip_fraction', 0.0):.3f}  {seconds['total']:.1f} s  left {left}", flush=True,
             )
         if cfg.save_every and step % cfg.save_every == 0:
-            save_checkpoint(folder, step, accelerator, model, optimizer, {"kl_coef": kl_coef}, cfg.keep_last)
+            save_checkpoint(folder, accelerator, model, optimizer, state, cfg.keep_last)
     bar.close()
 
-    save_final(roles, tokenizer, cfg, folder, accelerator)
+    save_final(roles, tokenizer, cfg, folder, is_main)
     if is_main:
+        write_text(folder / "report.html", page("PPO run", curves_svg(read_metrics(folder), PLOTS)))
         record_run(folder, cfg, started)
         print(f"peak memory {peak_memory_gb(device):.2f} GB; wrote {folder / 'final'}", flush=True)
     accelerator.wait_for_everyone()
@@ -592,24 +802,101 @@ def train(cfg: PPOConfig) -> list[dict]:
     return history
 
 
+def new_state(cfg: PPOConfig) -> dict:
+    """All that a run remembers between steps besides weights and optimizer; checkpoints keep it."""
+    return {
+        "step": 0,  # steps done
+        "draw": 0,  # batches of prompts drawn: more than steps after a roll-back
+        "kl_coef": cfg.algorithm.kl_coef,
+        "kl_average": None,  # of kl_ctrl.method moving_average
+        "scores": dict(NO_SCORES),
+        "lr_scale": 1.0,
+        "rollbacks": 0, "skips": 0, "warned": [], "kl_history": [],  # of the guards
+    }
+
+
+def control_kl(cfg: PPOConfig, state: dict, kl: float) -> None:
+    """Move state["kl_coef"] after a step whose rollouts showed `kl` nats a token to the reference."""
+    control, n = cfg.algorithm.kl_ctrl, cfg.train_batch_size
+    if control.method == "fixed":
+        return
+    if control.method == "moving_average":
+        decay = 0.5 if control.decay is None else control.decay
+        kl = state["kl_average"] = kl if state["kl_average"] is None else decay * state["kl_average"] + (1 - decay) * kl
+    state["kl_coef"] = next_kl_coef(state["kl_coef"], kl, control.target_kl, control.horizon or 10 * n, n)
+
+
+def roll_back(
+    problem: RollBack, guards: Guards, state: dict, metrics: Metrics, folder: Path, accelerator, model, optimizer, cfg: PPOConfig
+) -> dict:
+    """Restore the newest checkpoint up to `problem.before` and return its state with what the guard changed.
+
+    The change is written back to the checkpoint, so that a run killed after it does not try the same again.
+    """
+    rollbacks, step = state["rollbacks"] + 1, state["step"] + 1
+    forget_checkpoints(folder, problem.before, accelerator)
+    restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), quiet=True)
+    if restored is None:
+        raise UserError(f"no checkpoint under {folder / 'checkpoints'} can be read, so the run cannot be rolled back")
+    metrics.keep(restored["step"])
+    if rollbacks > cfg.guards.max_rollbacks:
+        guards.event(step, "max_rollbacks", rollbacks, cfg.guards.max_rollbacks, "stopping", f"{problem} was crossed again")
+        good = folder / "checkpoints" / step_name(restored["step"])
+        more = f" (--resume auto --total_steps {restored['step']} writes it to final/)" if restored["step"] else ", the start"
+        raise RunStopped(
+            f"guards.max_rollbacks {cfg.guards.max_rollbacks} is used up at step {step}; the last good checkpoint is {good}{more}"
+        )
+    low, high = KL_COEF_BOUNDS
+    restored |= {
+        "rollbacks": rollbacks, "draw": state["draw"], "skips": 0, "lr_scale": state["lr_scale"] * problem.lr_factor,
+        "kl_coef": min(max(restored["kl_coef"] * problem.kl_factor, low), high) if problem.kl_factor != 1 else restored["kl_coef"],
+    }
+    rewrite_state(folder, restored, accelerator)
+    changed = f"kl_coef {restored['kl_coef']:.4g}, learning rates x {restored['lr_scale']:g}, other prompts"
+    guards.event(step, "rollback", rollbacks, cfg.guards.max_rollbacks, f"going on from step {restored['step']}", changed)
+    return restored
+
+
 def check_config(cfg: PPOConfig) -> None:
     """Everything that can be refused before a model is loaded."""
     check_reward_config(cfg.reward_model)
     if cfg.rollout.temperature <= 0:
         raise UserError("rollout.temperature must be above 0: PPO needs samples and their probabilities")
-    control = cfg.algorithm.kl_ctrl
-    if control.method == "adaptive" and (control.target_kl is None or control.target_kl <= 0):
-        raise UserError("algorithm.kl_ctrl.method adaptive needs target_kl above 0, in nats a token")
-    if control.method == "adaptive" and control.horizon is not None and control.horizon <= 0:
+    algorithm, control = cfg.algorithm, cfg.algorithm.kl_ctrl
+    if control.method == "fixed" and control != KLControl():
+        raise UserError("algorithm.kl_ctrl.target_kl, horizon and decay have no effect with method fixed; set method adaptive or moving_average")
+    if control.method != "fixed" and (control.target_kl is None or control.target_kl <= 0):
+        raise UserError(f"algorithm.kl_ctrl.method {control.method} needs target_kl above 0, in nats a token")
+    if control.horizon is not None and control.horizon <= 0:
         raise UserError("algorithm.kl_ctrl.horizon must be above 0")
-    if control.method == "fixed" and (control.target_kl is not None or control.horizon is not None):
-        raise UserError("algorithm.kl_ctrl.target_kl and horizon have no effect with method fixed; set method adaptive")
-    if cfg.algorithm.kl_coef < 0:
+    if control.decay is not None and (control.method != "moving_average" or not 0 <= control.decay < 1):
+        raise UserError("algorithm.kl_ctrl.decay is for method moving_average, and at least 0 and below 1")
+    if algorithm.kl_coef < 0:
         raise UserError("algorithm.kl_coef must not be negative")
-    if cfg.critic.kind == "adapter" and cfg.lora is None:
-        raise UserError("critic.kind adapter needs lora; with lora null set critic.kind shared")
-    if cfg.critic.kind == "adapter" and cfg.critic.loss_coef is not None:
-        raise UserError("critic.loss_coef has no effect with critic.kind adapter, which learns apart from the policy; remove it")
+    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        raise UserError("algorithm.kl_estimator k1 has a gradient of 0 on average as a loss; use k2 or k3 with kl_in loss")
+    if algorithm.clip_ratio_c is not None and algorithm.clip_ratio_c <= 1 + algorithm.clip_ratio:
+        raise UserError("algorithm.clip_ratio_c must be above 1 + clip_ratio")
+    if cfg.score.clip is not None and cfg.score.clip <= 0:
+        raise UserError("score.clip must be above 0")
+    if algorithm.adv_estimator != "gae":
+        default = AlgorithmConfig()
+        idle = [f"algorithm.{key}" for key in ("gamma", "lam", "whiten_rewards", "value_clip") if getattr(algorithm, key) != getattr(default, key)]
+        idle += [f"critic.{f.name}" for f in dataclasses.fields(CriticConfig) if getattr(cfg.critic, f.name) != getattr(CriticConfig(), f.name)]
+        if idle:
+            raise UserError(f"{', '.join(idle)} has no effect with algorithm.adv_estimator {algorithm.adv_estimator}, which has no critic; remove it")
+        if cfg.rollout.n < 2:
+            raise UserError(f"algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: set rollout.n to 2 or more")
+    if cfg.critic.kind == "adapter" and cfg.lora is None and algorithm.adv_estimator == "gae":
+        raise UserError("critic.kind adapter needs lora; with lora null set critic.kind shared or separate")
+    if cfg.critic.kind != "shared" and cfg.critic.loss_coef is not None:
+        raise UserError(f"critic.loss_coef has no effect with critic.kind {cfg.critic.kind}, which learns apart from the policy; remove it")
+    if cfg.critic.kind == "shared" and cfg.critic.path is not None:
+        raise UserError("critic.path has no effect with critic.kind shared, whose trunk is the policy's; use kind adapter or separate")
+    if cfg.guards.enabled and (cfg.save_every < 1 or cfg.keep_last < 2):
+        raise UserError("guards.enabled needs checkpoints to go back to: set save_every, and keep_last to 2 or more")
+    if not cfg.guards.enabled and cfg.guards != GuardConfig():
+        raise UserError("guards.* has no effect without guards.enabled true")
     if (cfg.total_steps is None) == (cfg.total_epochs is None):
         raise UserError("give total_steps or total_epochs, and not both")
     if (cfg.total_epochs if cfg.total_steps is None else cfg.total_steps) <= 0:
@@ -658,6 +945,8 @@ def describe(cfg: PPOConfig, model: RoleModel, n_rows: int, steps: int, world: i
         f"{cfg.ppo_epochs} epoch(s) x {batch // mini} mini-batch(es) of {mini} = {mini // (micro * world)} micro-batch(es) of {micro} "
         f"x {world} rank(s)"
     )
+    if adapter_base(cfg.model.path):
+        print(f"policy and reference start from the adapter {cfg.model.path}, merged into its base")
     places = ", ".join(f"{role} = {name}" + (f"[{adapter}]" if adapter else "") for role, (name, adapter) in model.roles.items())
     print(f"roles: {places}; {trained:,} trained weights; {str(model.dtype).removeprefix('torch.')} on {device}", flush=True)
 
@@ -701,10 +990,12 @@ def sample_held_out(
     score(rollouts, rows, scorer)
     if not accelerator.is_main_process:
         return {}
+    samples = [
+        {"step": step, "prompt": rows[r.row]["prompt"][-1]["content"], "response": r.text, "score": round(r.score, 4)} for r in rollouts
+    ]
     with open(folder / "samples.jsonl", "a", encoding="utf-8") as file:
-        for r in rollouts:
-            line = {"step": step, "prompt": rows[r.row]["prompt"][-1]["content"], "response": r.text, "score": round(r.score, 4)}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+    log_samples(accelerator, step, samples)
     for r in rollouts[:2]:
         print(show(f"  {rows[r.row]['prompt'][-1]['content'][-100:]!r} -> {r.text[:300]!r} ({r.score:+.2f})"), flush=True)
     return {"eval/score_mean": sum(r.score for r in rollouts) / len(rollouts)}
@@ -717,14 +1008,18 @@ def print_rollout(rollout: Rollout, tokenizer) -> None:
     print(f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {'ended' if rollout.ended else 'cut off'}", flush=True)
 
 
-def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, accelerator) -> None:
-    """`final/`: the policy as a plain model; with LoRA also `adapter/`, and the critic's weights in `critic/`."""
+def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_main: bool = True) -> None:
+    """`final/`: the policy as a plain model; with LoRA also `adapter/`, and the critic's weights in `critic/`.
+
+    All ranks call it, the first one writes.
+    """
     from safetensors.torch import save_file
 
-    is_main = accelerator.is_main_process
     name, adapter = model.roles["policy"]
     weights = merged_state_dict(model.models[name], adapter, keep=is_main)
-    with whole(model.trainable().values() if adapter is not None else model.value_head.parameters()):
+    critic, critic_adapter = model.roles.get("critic", (None, None))
+    own_critic = merged_state_dict(model.models["critic"], critic_adapter, keep=is_main) if critic == "critic" else None
+    with whole(model.trainable().values() if adapter is not None else (model.value_head.parameters() if critic else ())):
         if not is_main:
             return
         save_model(model.models[name], weights, tokenizer, folder / "final")
@@ -733,7 +1028,11 @@ def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, accele
             print("adapter/ is left out: the run started from a LoRA folder merged in memory, which the new adapter would need")
         if adapter is not None and plain_base:
             save_adapter(model.models[name], adapter, folder / "adapter")
-        if model.roles["critic"][1] == "critic" and plain_base:
+        if critic is None:
+            return
+        if own_critic is not None:
+            save_model(model.models["critic"], own_critic, tokenizer, folder / "critic")
+        elif critic_adapter == "critic" and plain_base:
             save_adapter(model.models[name], "critic", folder / "critic")
         (folder / "critic").mkdir(exist_ok=True)
         save_file({n: p.detach().cpu() for n, p in model.value_head.named_parameters()}, folder / "critic" / "value_head.safetensors")

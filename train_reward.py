@@ -29,7 +29,7 @@ from utils.models import (
     start_checkpointing, template_fingerprint, write_stats,
 )
 from utils.tensors import pad_rows
-from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining
+from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, start_trackers
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class RewardTrainConfig:
     """steps between checkpoints; 0 = none"""
     log_every: int = 5
     """steps between lines on the terminal"""
-    resume: Literal["auto"] | None = None
-    """auto: go on from the newest checkpoint of output_dir, or start"""
+    resume: Literal["auto", "partial"] | None = None
+    """auto: go on from the newest checkpoint of output_dir, or start. partial: the same, where the checkpoint lacks something"""
     overwrite: bool = False
     """replace the output of an earlier run"""
-    report_to: Literal["tensorboard", "none"] = "tensorboard"
-    """tracker, beside metrics.jsonl"""
+    report_to: Literal["tensorboard", "wandb", "trackio", "none"] = "tensorboard"
+    """tracker, beside metrics.jsonl; wandb and trackio must be installed"""
     seed: int = 0
     """of the new weights and the data order"""
 
@@ -275,10 +275,10 @@ def train(cfg: RewardTrainConfig) -> dict:
     optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
     trained = sum(p.numel() for p in parameters)
     model, optimizer = prepare(accelerator, model, optimizer, cfg.micro_batch_size_per_gpu)
-    accelerator.init_trackers("tensorboard" if cfg.report_to != "none" else "none")
+    start_trackers(accelerator, cfg)
 
     # 2. resume
-    state = load_checkpoint(folder, accelerator, model, optimizer) if cfg.resume else None
+    state = load_checkpoint(folder, accelerator, model, optimizer, {"step"}, cfg.resume == "partial") if cfg.resume else None
     first_step = state["step"] if state else 0
     steps = math.ceil(cfg.epochs * math.ceil(len(pairs) / cfg.train_batch_size))
     metrics = Metrics(folder, accelerator, first_step)
@@ -312,12 +312,12 @@ def train(cfg: RewardTrainConfig) -> dict:
                 f"margin {values['margin']:+.3f}  grad norm {values['grad_norm']:.2f}  left {eta}", flush=True,
             )
         if cfg.save_every and (done % cfg.save_every == 0):
-            save_checkpoint(folder, done, accelerator, model, optimizer, {}, keep_last=2)
+            save_checkpoint(folder, accelerator, model, optimizer, {"step": done}, keep_last=2)
     bar.close()
 
     # 4. evaluate and save
     result = evaluate_pairs(model, test_pairs, tokenizer.pad_token_id, cfg.micro_batch_size_per_gpu, accelerator)
-    save_final(unwrap(model), tokenizer, cfg, folder / "final", accelerator)
+    save_final(unwrap(model), tokenizer, cfg, folder / "final", is_main)
     if is_main:
         result["template_fingerprint"] = template_fingerprint(tokenizer)
         write_stats(folder / "final", result)
@@ -378,9 +378,8 @@ def optimizer_step(model, optimizer, batch: list[dict], pad_id: int, cfg: Reward
     return {"loss": loss, "accuracy": accuracy, "margin": margin, "grad_norm": grad_norm}
 
 
-def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Path, accelerator) -> None:
+def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Path, is_main: bool = True) -> None:
     """All ranks call it, the first one writes."""
-    is_main = accelerator.is_main_process
     state = {} if cfg.save_format == "adapter" else merged_state_dict(model.model, "default" if cfg.lora else None, keep=is_main)
     with whole(p for p in model.parameters() if p.requires_grad) if cfg.lora else whole(model.head().parameters()):
         if not is_main:

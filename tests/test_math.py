@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
-from train_ppo import KL_COEF_BOUNDS, gae, k3, kl_shaped_rewards, next_kl_coef, ppo_policy_loss, ppo_value_loss
+from train_ppo import (
+    KL_COEF_BOUNDS, KL_ESTIMATORS, NO_SCORES, PPOConfig, ScoreConfig, control_kl, gae, grpo_advantages, k1, k2, k3, kl_shaped_rewards, new_state,
+    next_kl_coef, ppo_policy_loss, ppo_value_loss, rloo_advantages, shape_scores,
+)
 from train_reward import bradley_terry_loss, fit_temperature, learning_rate, preference_accuracy, wilson_interval
 from utils import masked_mean, masked_whiten, token_logprobs
 from utils.tensors import token_entropy
@@ -131,7 +134,82 @@ def test_k3_by_hand():
     close(k3(difference, torch.zeros(2)).mean(), 0.0768, 1e-4)
 
 
+@pytest.mark.parametrize("estimator, wanted", [("k1", [0.05, -0.01]), ("k2", [-0.0125, -0.0005]), ("k3", [-0.1 * (math.exp(0.5) - 1.5), -0.1 * (math.exp(-0.1) - 0.9)])])
+def test_each_estimator_is_paid_in_the_reward(estimator, wanted):
+    rewards = kl_shaped_rewards(T([0.0]), T([[-0.5, 0.1, 9.0]]), torch.zeros(1, 3), T([[True, True, False]]), 0.1, estimator)
+    close(rewards, [[*wanted, 0.0]])
+
+
+def test_gradients_of_the_estimators_as_losses():
+    """Over all outcomes of a three-way choice: k2 has the gradient of KL(p || q), k1 has none."""
+    theta, q = T([0.3, -1.0, 0.7], dtype=torch.float64), T([0.2, 0.3, 0.5], dtype=torch.float64).log()
+
+    def gradient(loss):
+        x = theta.clone().requires_grad_()
+        loss(x.log_softmax(-1)).backward()
+        return x.grad
+
+    exact = gradient(lambda logp: (logp.exp() * (logp - q)).sum())
+    expected = {name: gradient(lambda logp: (logp.detach().exp() * estimate(logp, q)).sum()) for name, estimate in KL_ESTIMATORS.items()}
+    close(expected["k1"], torch.zeros(3))
+    close(expected["k2"], exact)
+    assert (expected["k3"] * exact).sum() > 0  # that of KL(q || p): another way towards q
+    p = theta.softmax(-1)
+    for estimate in (k1, k3):  # both are unbiased as numbers
+        close((p * estimate(p.log(), q)).sum(), (p * (p.log() - q)).sum())
+    assert (p * k2(p.log(), q)).sum() > 0
+
+
+# --- advantages without a critic
+
+
+def test_rloo_by_hand():
+    close(rloo_advantages(T([1.0, 2.0, 3.0, 0.0, 0.0, 6.0]), 3), [1 - 2.5, 0.0, 3 - 1.5, -3.0, -3.0, 6.0])
+
+
+def test_grpo_by_hand():
+    close(grpo_advantages(T([1.0, 3.0, 5.0, 5.0]), 2), [-1.0, 1.0, 0.0, 0.0])
+    close(grpo_advantages(T([0.0, 0.0, 3.0]), 3), T([-1.0, -1.0, 2.0]) / 2**0.5)
+
+
+@pytest.mark.parametrize("estimate", [rloo_advantages, grpo_advantages])
+def test_a_shift_of_one_prompts_rewards_changes_nothing(estimate):
+    rewards = T([0.1, 0.7, -2.0, 5.0, 1.0, 1.5])
+    close(estimate(rewards + T([9.0, 9.0, 9.0, -4.0, -4.0, -4.0]), 3), estimate(rewards, 3), 1e-5)
+
+
+# --- scores
+
+
+def test_scores_are_normalised_over_the_run():
+    """After each batch the moments are those of all scores so far, and that batch is scaled by them."""
+    moments, seen = dict(NO_SCORES), []
+    for batch in ([1.0, 2.0, 6.0], [10.0], [-3.0, -3.0]):
+        seen += batch
+        shaped = shape_scores(T(batch), T([4.0] * len(batch)), T([True] * len(batch)), ScoreConfig(normalize=True), moments)
+        everything = T(seen, dtype=torch.float64)
+        close(shaped, (T(batch) - everything.mean()) / everything.std(unbiased=False).clamp(min=1e-6), 1e-5)
+    assert moments["count"] == 6 and moments["mean"] == pytest.approx(13 / 6)
+
+
+def test_scores_are_clipped_then_penalised():
+    cfg = ScoreConfig(clip=2.0, missing_eos_penalty=1.0, length_penalty=0.1)
+    close(shape_scores(T([5.0, -1.0]), T([3.0, 10.0]), T([True, False]), cfg, dict(NO_SCORES)), [2 - 0.3, -1 - 1 - 1.0])
+    close(shape_scores(T([5.0]), T([3.0]), T([False]), ScoreConfig(), dict(NO_SCORES)), [5.0])
+
+
 # --- losses
+
+
+def test_dual_clip_by_hand():
+    """Ratio 5: a negative advantage costs 3 and not 5, without a gradient; a positive one is clipped as ever."""
+    logprobs = T([[5.0, 5.0, 2.0]]).log().requires_grad_()
+    loss, metrics = ppo_policy_loss(logprobs, torch.zeros(1, 3), T([[-1.0, 1.0, -1.0]]), ONES, 0.2, 3.0)
+    close(loss, (3.0 - 1.2 + 2.0) / 3)
+    close(metrics["policy/clip_fraction"], 2 / 3)
+    loss.backward()
+    close(logprobs.grad, [[0.0, 0.0, 2 / 3]])
+    close(ppo_policy_loss(logprobs, torch.zeros(1, 3), T([[-1.0, 1.0, -1.0]]), ONES, 0.2)[0], (5.0 - 1.2 + 2.0) / 3)
 
 
 def test_policy_loss_by_hand():
@@ -214,6 +292,21 @@ def test_controller_is_bounded():
 def test_controller_refuses_bad_values(target, horizon):
     with pytest.raises(ValueError):
         next_kl_coef(0.1, 0.1, target, horizon, 1)
+
+
+def test_moving_average_drives_the_same_rule():
+    """decay 0.5, target 0.1, horizon 1000, 100 responses a step: KL 0.1 then 0.3 average 0.1 and 0.2; 0.2 is 100% over, clipped to 20%."""
+    from utils.config import parse_config
+
+    cfg = parse_config(PPOConfig, [
+        "--model.path", "m", "--data", "d", "--output_dir", "o", "--reward_model.path", "r", "--total_steps", "1", "--train_batch_size", "100",
+        "--algorithm.kl_coef", "0.1", "--algorithm.kl_ctrl", '{"method": "moving_average", "target_kl": 0.1, "horizon": 1000, "decay": 0.5}',
+    ])
+    state = new_state(cfg)
+    control_kl(cfg, state, 0.1)
+    close(state["kl_coef"], 0.1)
+    control_kl(cfg, state, 0.3)
+    close([state["kl_average"], state["kl_coef"]], [0.2, 0.1 * (1 + 0.2 * 0.1)])
 
 
 # --- Bradley-Terry

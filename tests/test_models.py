@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import ROOT, byte_tokenizer, messages, tiny_llama
-from train_ppo import PPOConfig, Rollout, add_logprobs_and_values, build_roles, make_batch, save_final
+from train_ppo import CriticConfig, PPOConfig, Rollout, add_logprobs_and_values, build_roles, make_batch, save_final
 from train_reward import RewardTrainConfig, build_model, save_final as save_reward
 from utils.config import LoraOptions, ModelConfig, UserError
 from utils.data import encode_prompt, encode_response
@@ -142,8 +142,6 @@ def test_before_training_ratio_is_one_and_kl_zero(tiny):
 
 @pytest.mark.parametrize("kind", ["adapter", "shared"])
 def test_roles_do_not_depend_on_batch_or_padding(tiny, kind):
-    from train_ppo import CriticConfig
-
     cfg = ppo_config(tiny, critic=CriticConfig(kind=kind))
     model, rows = build_roles(cfg, CPU), rollouts()
     stir(model)
@@ -233,7 +231,7 @@ def test_adapters_on_shared_layers_are_refused(tiny, names):
 
 
 def test_full_fine_tuning_in_bfloat16_starts_at_the_reference(tiny):
-    cfg = ppo_config(tiny, model=ModelConfig(tiny, dtype="bfloat16"), lora=None)
+    cfg = ppo_config(tiny, model=ModelConfig(tiny, dtype="bfloat16"), lora=None, critic=CriticConfig("shared"))
     model, rows = build_roles(cfg, CPU), rollouts()
     add_logprobs_and_values(rows, model, cfg, 0, CPU)
     assert all(row.logprobs == row.ref_logprobs for row in rows)

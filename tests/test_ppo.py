@@ -14,15 +14,16 @@ import yaml
 from accelerate import Accelerator
 
 import train_ppo
-from conftest import ROOT, messages, tiny_llama
+from conftest import ROOT, byte_tokenizer, messages, tiny_llama
 from test_models import CPU, close, ppo_config, rollouts, stir
 from train_ppo import (
-    AlgorithmConfig, CriticConfig, KLControl, PPOConfig, RolloutConfig, add_logprobs_and_values, build_roles, experience, prompt_order,
+    AlgorithmConfig, CriticConfig, KLControl, PPOConfig, RolloutConfig, ScoreConfig, add_logprobs_and_values, build_roles, experience, prompt_order,
     train, update,
 )
 from train_reward import RewardTrainConfig, batch_pairs, build_model, optimizer_step, step_pairs
 from train_reward import train as train_reward_model
 from utils.config import LoraOptions, ModelConfig, UserError, to_dict
+from utils.guards import GuardConfig
 from utils.rewards import RewardConfig
 from utils.tracking import read_metrics
 
@@ -53,7 +54,7 @@ def given_rollouts(cfg, model):
     for row in rows:
         row.score = float(torch.randn(()))
         row.logprobs = [x + 0.1 * float(torch.randn(())) for x in row.logprobs]
-        row.values = [float(torch.randn(())) for _ in row.values]
+        row.values = [float(torch.randn(())) for _ in row.logprobs]
     return rows
 
 
@@ -63,19 +64,27 @@ def updated(cfg, pad_id=0):
     model = build_roles(cfg, CPU)
     stir(model, 0.1)
     rows = given_rollouts(cfg, model)
-    groups = model.groups()
-    optimizer = torch.optim.SGD([{"params": groups["policy"]}, {"params": groups["critic"]}], lr=0.1)
+    optimizer = torch.optim.SGD([{"params": parameters} for parameters in model.groups().values()], lr=0.1)
     tensors, values = experience(rows, cfg, 0.1)
-    metrics = update(rows, tensors, model, optimizer, cfg, 1, pad_id, Accelerator(cpu=True))
+    metrics = update(rows, tensors, model, optimizer, cfg, 1, pad_id, Accelerator(cpu=True), 0.1)
     return {n: p.detach().clone() for n, p in model.trainable().items()}, metrics | values
 
 
-@pytest.mark.parametrize("kind", ["adapter", "shared"])
-@pytest.mark.parametrize("lora", [LoraOptions(r=4), None])
-def test_update_does_not_depend_on_micro_batch_size_or_padding_id(tiny, kind, lora):
-    if lora is None and kind == "adapter":
-        return
-    cfg = ppo_config(tiny, critic=CriticConfig(kind=kind), lora=lora, train_batch_size=8, ppo_mini_batch_size=4, algorithm=AlgorithmConfig(entropy_coef=0.1))
+VARIANTS = {
+    "adapter": {},
+    "shared": dict(critic=CriticConfig("shared")),
+    "separate": dict(critic=CriticConfig("separate"), algorithm=AlgorithmConfig(entropy_coef=0.1, whiten_rewards=True)),
+    "full": dict(lora=None, critic=CriticConfig("shared"), algorithm=AlgorithmConfig(entropy_coef=0.1)),
+    "full separate": dict(lora=None, critic=CriticConfig("separate")),
+    "rloo": dict(rollout=RolloutConfig(n=2), algorithm=AlgorithmConfig("rloo", kl_in="loss", kl_estimator="k2", entropy_coef=0.1)),
+    "grpo": dict(rollout=RolloutConfig(n=4), algorithm=AlgorithmConfig("grpo", kl_in="loss", clip_ratio_c=3.0)),
+    "full grpo": dict(lora=None, rollout=RolloutConfig(n=4, temperature=0.7), algorithm=AlgorithmConfig("grpo", kl_estimator="k3", whiten_advantages=True)),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_update_does_not_depend_on_micro_batch_size_or_padding_id(tiny, variant):
+    cfg = ppo_config(tiny, train_batch_size=8, ppo_mini_batch_size=4, **VARIANTS[variant])
     weights, metrics = updated(dataclasses.replace(cfg, ppo_micro_batch_size_per_gpu=4))
     for micro, pad_id in ((1, 0), (2, 55)):
         other, other_metrics = updated(dataclasses.replace(cfg, ppo_micro_batch_size_per_gpu=micro), pad_id)
@@ -83,6 +92,55 @@ def test_update_does_not_depend_on_micro_batch_size_or_padding_id(tiny, kind, lo
             close(other[name], weights[name])
         for name in metrics:
             assert other_metrics[name] == pytest.approx(metrics[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_before_the_first_update_ratio_is_one_and_kl_zero(tiny, variant):
+    """One mini-batch, one epoch: what the update sees is what the rollout stored."""
+    cfg = ppo_config(tiny, train_batch_size=8, ppo_mini_batch_size=8, ppo_epochs=1, ppo_micro_batch_size_per_gpu=2, **VARIANTS[variant])
+    model, rows = build_roles(cfg, CPU), rollouts((2, 5, 12, 7, 1, 9, 3, 3))
+    add_logprobs_and_values(rows, model, cfg, 0, CPU)
+    for i, row in enumerate(rows):
+        row.score = float(i)
+    tensors, values = experience(rows, cfg, 0.1)
+    assert values["objective/kl"] == pytest.approx(0, abs=1e-5) and values["objective/kl_per_token"] == pytest.approx(0, abs=1e-5)
+    optimizer = torch.optim.SGD(model.trainable().values(), lr=0.1)
+    metrics = update(rows, tensors, model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["policy/approx_kl"] == pytest.approx(0, abs=1e-5)
+    assert metrics["policy/clip_fraction"] == 0 and metrics.get("policy/kl_loss", 0) == pytest.approx(0, abs=1e-6)
+    assert ("critic/loss" in metrics) == (cfg.algorithm.adv_estimator == "gae")
+
+
+def test_kl_in_the_loss_pulls_towards_the_reference(tiny):
+    """With equal scores only the KL term acts: a policy that was stirred comes nearer to the reference, with each estimator."""
+    for estimator in ("k2", "k3"):
+        cfg = ppo_config(
+            tiny, train_batch_size=8, ppo_mini_batch_size=8, ppo_epochs=30, rollout=RolloutConfig(n=4),
+            algorithm=AlgorithmConfig("grpo", kl_in="loss", kl_estimator=estimator),
+        )
+        model = build_roles(cfg, CPU)
+        stir(model, 0.05)
+        rows = rollouts((2, 5, 12, 7, 1, 9, 3, 3))
+        add_logprobs_and_values(rows, model, cfg, 0, CPU)
+        tensors, before = experience(rows, cfg, 0.1)
+        assert not tensors["advantages"].any()
+        update(rows, tensors, model, torch.optim.SGD(model.trainable().values(), lr=0.05), cfg, 1, 0, Accelerator(cpu=True), 1.0)
+        add_logprobs_and_values(rows, model, cfg, 0, CPU)
+        after = experience(rows, cfg, 0.1)[1]
+        assert after["objective/kl_per_token"] < 0.5 * before["objective/kl_per_token"], estimator
+
+
+def test_group_advantages_stand_on_every_token(tiny):
+    """Two prompts with two responses, scores 1 and 3, 5 and 5, no KL: rloo gives -2, 2, 0, 0 and grpo -1, 1, 0, 0."""
+    rows = rollouts((2, 3, 1, 4))
+    for row, value in zip(rows, (1.0, 3.0, 5.0, 5.0)):
+        row.score, row.logprobs, row.ref_logprobs = value, [-1.0] * len(row.response_ids), [-1.0] * len(row.response_ids)
+        row.entropy = row.logprobs
+    for estimator, wanted in (("rloo", [-2.0, 2.0, 0.0, 0.0]), ("grpo", [-1.0, 1.0, 0.0, 0.0])):
+        cfg = ppo_config(tiny, rollout=RolloutConfig(n=2), algorithm=AlgorithmConfig(estimator))
+        tensors, metrics = experience(rows, cfg, 0.1)
+        close(tensors["advantages"], torch.where(tensors["mask"], torch.tensor(wanted)[:, None], 0.0), 1e-4)
+        assert metrics["objective/return_mean"] == pytest.approx((2 * 1 + 3 * 3 + 5 * 5) / 10)
 
 
 def test_token_mean_over_the_mini_batch():
@@ -159,10 +217,12 @@ def weights_of(folder):
     return {str(f.relative_to(folder)): load_file(f) for f in sorted(Path(folder).rglob("*.safetensors")) if "checkpoints" not in str(f)}
 
 
-@pytest.mark.parametrize("kind, lora", [("adapter", LoraOptions(r=4)), ("shared", None)])
-def test_resume_is_bit_equal(tiny, preferences, tmp_path, kind, lora):
-    adaptive = AlgorithmConfig(kl_ctrl=KLControl("adaptive", target_kl=0.01, horizon=40))
-    cfg = base_config(tiny, preferences, tmp_path / "straight", critic=CriticConfig(kind=kind), lora=lora, algorithm=adaptive, save_every=2)
+@pytest.mark.parametrize("variant", ["adapter", "full separate", "grpo"])
+def test_resume_is_bit_equal(tiny, preferences, tmp_path, variant):
+    settings = dict(VARIANTS[variant])
+    control = KLControl("moving_average" if variant == "grpo" else "adaptive", target_kl=0.01, horizon=40)
+    settings["algorithm"] = dataclasses.replace(settings.get("algorithm", AlgorithmConfig()), kl_ctrl=control)
+    cfg = base_config(tiny, preferences, tmp_path / "straight", save_every=2, score=ScoreConfig(normalize=True), **settings)
     straight = train(cfg)
     first = dataclasses.replace(cfg, output_dir=str(tmp_path / "resumed"), total_steps=2)
     train(first)
@@ -209,7 +269,7 @@ def test_resume_trims_samples(tiny, preferences, tmp_path):
 
 def test_divergence_ends_with_a_message(tiny, preferences, tmp_path):
     with pytest.raises(UserError, match="step 1: the gradient of the policy is not finite"):
-        with __import__("unittest").mock.patch("train_ppo.ppo_policy_loss", lambda logprobs, *a: (logprobs.sum() * float("nan"), {})):
+        with __import__("unittest").mock.patch("train_ppo.ppo_policy_loss", lambda logprobs, *a: (logprobs.sum() * float("nan"), {"policy/approx_kl": torch.zeros(())})):
             train(base_config(tiny, preferences, tmp_path / "run"))
 
 
@@ -224,27 +284,37 @@ def test_first_step_starts_at_the_reference(tiny, preferences, tmp_path):
     assert record["seed"] == 0 and record["versions"]["torch"] and record["wall_time_seconds"] > 0
 
 
-def test_a_policy_that_only_ends_keeps_the_run_going(tiny, preferences, tmp_path):
-    """All responses are the eos token alone: text empty, losses finite."""
-    from conftest import byte_tokenizer
-
+def only_token(token):
+    """A tiny Llama that gives one token a logit of 30 and all others 0, whatever stands before."""
     model = tiny_llama(tie_word_embeddings=False)
+    model.model.embed_tokens.weight.data.fill_(1.0)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
     model.lm_head.weight.data.zero_()
-    model.lm_head.weight.data[2] = 30 * model.model.norm.weight.data.sign()
-    model.model.layers[-1].register_forward_hook(lambda *_: None)
-    model.save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    from utils import rollout
+    model.lm_head.weight.data[token] = 30 / 32
+    return model
 
-    real = rollout.generate
-    cfg = base_config(str(tmp_path / "model"), preferences, tmp_path / "run", total_steps=1, max_response_length=1)
-    train_ppo.generate = lambda lm, prompts, *args, **kwargs: [[2] for _ in prompts]
-    try:
-        step = train(cfg)[0]
-    finally:
-        train_ppo.generate = real
-    assert step["rollout/empty_fraction"] == 1 and step["rollout/truncated_fraction"] == 0
-    assert all(value == value and abs(value) < 1e6 for value in step.values())
+
+@pytest.mark.parametrize("token, length, empty, truncated", [(2, 1, 1, 0), (50, 8, 0, 1)])
+def test_a_policy_that_only_ends_or_never_ends_keeps_the_run_going(preferences, tmp_path, token, length, empty, truncated):
+    """All responses are the eos token alone, or none ends: losses are finite, nothing hangs, no eos is forced at the limit."""
+    only_token(token).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    steps = train(base_config(str(tmp_path / "model"), preferences, tmp_path / "run", total_steps=2, lr=1e-5))
+    for step in steps:
+        assert step["rollout/empty_fraction"] == empty and step["rollout/truncated_fraction"] == truncated
+        assert step["rollout/response_length_mean"] == length and step["objective/kl_per_token"] < 1e-6
+        assert all(value == value and abs(value) < 1e6 for value in step.values())
+
+
+def test_pad_equal_to_eos_masks_the_padding_only():
+    """Prompt `x eos`, reply `a b eos`, padded with eos: the real eos counts in both masks, the padding in none."""
+    rows = [train_ppo.Rollout(0, [7, 2], [5, 6, 2], "", True), train_ppo.Rollout(0, [7, 2], [5, 6, 8, 9, 3, 4], "", False)]
+    batch = train_ppo.make_batch(rows, 2, CPU)
+    assert batch["input_ids"][0].tolist() == [7, 2, 5, 6, 2, 2, 2, 2]
+    assert batch["attention_mask"][0].int().tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert batch["response_mask"][0].int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
 
 
 def test_a_constant_large_reward_does_no_harm(tiny, preferences, tmp_path):
@@ -257,15 +327,40 @@ def test_a_constant_large_reward_does_no_harm(tiny, preferences, tmp_path):
     assert steps[-1]["objective/kl_per_token"] < 0.05 and steps[-1]["critic/loss"] < steps[0]["critic/loss"]
 
 
-def test_toy_reward_is_learned(tiny, preferences, tmp_path):
+TOY = dict(
+    lora=None, train_batch_size=64, ppo_mini_batch_size=32, ppo_micro_batch_size_per_gpu=32, log_prob_micro_batch_size_per_gpu=64, log_every=50
+)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "rloo", "grpo"])
+def test_toy_reward_is_learned(tiny, preferences, tmp_path, estimator):
     """From a share of about 0.1 letters a to m to at least 0.9, the maximum being 1."""
-    cfg = base_config(
-        tiny, preferences, tmp_path / "run", lora=None, critic=CriticConfig(kind="shared"), train_batch_size=64, ppo_mini_batch_size=32,
-        ppo_micro_batch_size_per_gpu=32, log_prob_micro_batch_size_per_gpu=64, total_steps=40, lr=3e-3, log_every=10,
-        algorithm=AlgorithmConfig(kl_coef=0.0),
-    )
-    scores = [step["objective/score_mean"] for step in train(cfg)]
+    algorithm = AlgorithmConfig(estimator, kl_coef=0.0)
+    more = dict(critic=CriticConfig("shared")) if estimator == "gae" else dict(rollout=RolloutConfig(n=4))
+    scores = [s["objective/score_mean"] for s in train(base_config(tiny, preferences, tmp_path, total_steps=40, lr=3e-3, algorithm=algorithm, **more, **TOY))]
     assert scores[0] < 0.3 and sum(scores[-3:]) / 3 >= 0.9, scores[::5]
+
+
+def test_kl_bounds_what_otherwise_collapses(tiny, preferences, tmp_path):
+    """The same reward with and without a price on KL: without, all replies become alike and KL grows; with it, KL stays bounded."""
+    last = {}
+    for kl_coef in (0.0, 0.2):
+        algorithm = AlgorithmConfig(kl_coef=kl_coef)
+        cfg = base_config(tiny, preferences, tmp_path / str(kl_coef), total_steps=50, lr=3e-3, critic=CriticConfig("shared"), algorithm=algorithm, **TOY)
+        last[kl_coef] = train(cfg)[-1]
+    assert last[0.0]["objective/kl_per_token"] > 2 and last[0.0]["rollout/distinct_2"] < 0.1 and last[0.0]["objective/entropy"] < 1
+    assert last[0.2]["objective/kl_per_token"] < 0.5 and last[0.2]["rollout/distinct_2"] > 0.9 and last[0.2]["objective/entropy"] > 4
+
+
+@pytest.mark.parametrize("start", [0.02, 1.0])
+@pytest.mark.parametrize("method, horizon", [("adaptive", 192), ("moving_average", 256)])
+def test_controllers_reach_their_target_and_keep_it(tiny, preferences, tmp_path, method, horizon, start):
+    """From a coefficient far too low or too high: KL of steps 101 to 120 and of 121 to 140 within 20% of the target."""
+    algorithm = AlgorithmConfig(kl_coef=start, kl_ctrl=KLControl(method, target_kl=0.2, horizon=horizon))
+    steps = train(base_config(tiny, preferences, tmp_path, total_steps=140, lr=1e-3, critic=CriticConfig("shared"), algorithm=algorithm, **TOY))
+    kl = [s["objective/kl_per_token"] for s in steps]
+    for first in (100, 120):
+        assert 0.16 <= sum(kl[first : first + 20]) / 20 <= 0.24, kl[::10]
 
 
 # --- the reward stage
@@ -329,15 +424,15 @@ def test_a_dead_head_does_not_look_right(tiny, preferences, tmp_path):
 # --- several processes
 
 
-def launch(config, stage, *options, timeout=600):
+def launch(config, stage, *options, timeout=600, succeeds=True):
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate" / config), "--main_process_port", "0",
         str(stage), *map(str, options),
     ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd=ROOT)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout
+    assert (result.returncode == 0) == succeeds, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout + result.stderr if not succeeds else result.stdout
 
 
 def test_ranks_and_zero3_give_the_update_of_one_process(tiny, tmp_path):
@@ -398,6 +493,21 @@ def test_resume_under_zero3_is_bit_equal_and_its_checkpoint_opens_in_one_process
     again = weights_of(tmp_path / "moved")
     assert short.keys() == again.keys() and all(torch.equal(short[f][n], again[f][n]) for f in short for n in short[f])
     assert train(dataclasses.replace(moved, total_steps=3))[0]["step"] == 3
+
+
+@pytest.mark.parametrize("config", ["multi_cpu.yaml", "zero3.yaml"])
+def test_ranks_roll_back_together(tiny, preferences, tmp_path, config):
+    """Any move from the reference is too far: back to the start twice, then the end, with the start's weights on disk."""
+    cfg = base_config(
+        tiny, preferences, tmp_path / "run", save_every=1,
+        guards=GuardConfig(enabled=True, update_kl=None, reward_std=None, reference_kl=1e-9, max_rollbacks=1),
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(cfg)))
+    out = launch(config, ROOT / "train_ppo.py", "--config", tmp_path / "run.yaml", succeeds=False)
+    assert "stopped: guards.max_rollbacks 1 is used up at step 2" in out and "Traceback (most recent call last):\n  File \"" + str(ROOT) not in out
+    found = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [e["guard"] for e in found] == ["reference_kl", "rollback", "reference_kl", "max_rollbacks"]
+    assert found[0]["value"] != found[2]["value"]  # other prompts and samples
 
 
 def test_zero3_in_bfloat16_learns(tiny, preferences, tmp_path):

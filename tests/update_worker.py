@@ -10,7 +10,7 @@ import torch
 
 from test_models import ppo_config, stir
 from test_ppo import given_rollouts
-from train_ppo import AlgorithmConfig, CriticConfig, build_roles, experience, update
+from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, update
 from train_reward import RewardTrainConfig, build_model, optimizer_step
 from utils.checkpoint import trained_parameters, training_state
 from utils.config import LoraOptions, ModelConfig
@@ -24,7 +24,7 @@ def result(model, optimizer, metrics):
 def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, **changes):
     cfg = ppo_config(
         tiny, train_batch_size=8, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=1, critic=critic,
-        algorithm=AlgorithmConfig(entropy_coef=0.1), **changes,
+        **{"algorithm": AlgorithmConfig(entropy_coef=0.1)} | changes,
     )
     model = build_roles(cfg, accelerator.device, load_device(accelerator))
     stir(model, 0.1 if cfg.lora else 0.02)
@@ -35,7 +35,7 @@ def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, *
     model, optimizer = prepare(accelerator, model, optimizer, 1)
     tensors, _ = experience(rows, cfg, 0.1)
     for step in range(1, steps + 1):
-        metrics = update(rows, tensors, model, optimizer, cfg, step, 0, accelerator)
+        metrics = update(rows, tensors, model, optimizer, cfg, step, 0, accelerator, 0.1)
     return result(model, optimizer, metrics)
 
 
@@ -61,6 +61,11 @@ if __name__ == "__main__":
         "critic adapter": ppo(accelerator, CriticConfig()),
         "critic shared": ppo(accelerator, CriticConfig("shared")),
         "full": ppo(accelerator, CriticConfig("shared"), lora=None),
+        "separate": ppo(accelerator, CriticConfig("separate")),
+        "full separate": ppo(accelerator, CriticConfig("separate"), lora=None),
+        "grpo": ppo(
+            accelerator, CriticConfig(), rollout=RolloutConfig(n=4), algorithm=AlgorithmConfig("grpo", kl_in="loss", clip_ratio_c=3.0)
+        ),
         "checkpointing": ppo(accelerator, CriticConfig(), model=ModelConfig(tiny, dtype="float32", gradient_checkpointing=True)),
         "warm-up": ppo(accelerator, CriticConfig("shared", warmup_steps=1), adam=True, steps=3),
         "reward": reward(accelerator, LoraOptions(r=4)),

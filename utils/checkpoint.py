@@ -4,6 +4,7 @@ One layout for one process, several, and ZeRO-3: whole float32 weights and Adam 
 go on with another number of ranks.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -12,16 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from utils.config import UserError
+from utils.config import UserError, write_json
 from utils.launch import unwrap
 from utils.models import replacing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+WEIGHTS, OPTIMIZER, STATE = "trained.safetensors", "optimizer.safetensors", "state.json"
 
 
-def save_checkpoint(output_dir: Path, step: int, accelerator, model, optimizer, state: dict, keep_last: int) -> None:
-    """Write `checkpoints/step_NNNNNN`: trained weights, optimizer and `state` (JSON values). All ranks call it."""
-    folder = output_dir / "checkpoints" / f"step_{step:06d}"
+def save_checkpoint(output_dir: Path, accelerator, model, optimizer, state: dict, keep_last: int) -> None:
+    """Write `checkpoints/step_NNNNNN`: trained weights, optimizer and `state` (JSON values, with `step`). All ranks call it."""
+    folder = Path(output_dir, "checkpoints", step_name(state["step"]))
     weights, moments = {}, {}
     for name, parameter in trained_parameters(model).items():
         tensors = training_state(parameter, optimizer)
@@ -32,11 +34,38 @@ def save_checkpoint(output_dir: Path, step: int, accelerator, model, optimizer, 
         from safetensors.torch import save_file
 
         with replacing(folder) as temporary:
-            save_file(weights, temporary / "trained.safetensors")
-            save_file(moments, temporary / "optimizer.safetensors")
-            (temporary / "state.json").write_text(json.dumps({"step": step, **state}))
+            save_file(weights, temporary / WEIGHTS)
+            save_file(moments, temporary / OPTIMIZER)
+            hashes = {name: file_hash(temporary / name) for name in (WEIGHTS, OPTIMIZER)}
+            write_json(temporary / STATE, {"state": state, "sha256": hashes})
         for old in checkpoints(output_dir)[:-keep_last]:
             shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def file_hash(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def rewrite_state(output_dir: Path, state: dict, accelerator) -> None:
+    """Replace the state of the checkpoint of state["step"]."""
+    if accelerator.is_main_process:
+        file = Path(output_dir, "checkpoints", step_name(state["step"]), STATE)
+        write_json(file, json.loads(file.read_text(encoding="utf-8")) | {"state": state})
+    accelerator.wait_for_everyone()
+
+
+def forget_checkpoints(output_dir: Path, after: int, accelerator) -> None:
+    """Delete the checkpoints of steps beyond `after`."""
+    if accelerator.is_main_process:
+        for folder in checkpoints(output_dir):
+            if folder.name > step_name(after):
+                shutil.rmtree(folder)
     accelerator.wait_for_everyone()
 
 
@@ -62,6 +91,7 @@ def restore_training_state(parameter: torch.nn.Parameter, optimizer, tensors: di
     weight = tensors.pop("weight")
     if not hasattr(parameter, "ds_id"):
         parameter.data.copy_(weight)
+        optimizer.optimizer.state.pop(parameter, None)
         if tensors:
             optimizer.optimizer.state[parameter] = {k: t.to(parameter.device if k in MOMENTS else "cpu") for k, t in tensors.items()}
         return
@@ -77,13 +107,13 @@ def restore_training_state(parameter: torch.nn.Parameter, optimizer, tensors: di
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
         parameter.data.copy_(weight)
     safe_set_local_fp32_param(parameter, mine(weight))
-    if tensors:
-        adam, flat = zero3_state(parameter), zero3_slice(parameter)
-        if not adam:
-            adam.update(step=torch.zeros(()), **{key: torch.zeros_like(flat) for key in MOMENTS})
-        adam["step"].copy_(tensors["step"])
+    adam, flat = zero3_state(parameter), zero3_slice(parameter)
+    if tensors and not adam:
+        adam.update(step=torch.zeros(()), **{key: torch.zeros_like(flat) for key in MOMENTS})
+    if adam:
+        adam["step"].copy_(tensors.get("step", torch.zeros(())))
         for key in MOMENTS:
-            safe_set_local_optimizer_state(parameter, mine(tensors[key]), key)
+            safe_set_local_optimizer_state(parameter, mine(tensors.get(key, torch.zeros(weight.shape))), key)
 
 
 def zero3_slice(parameter: torch.nn.Parameter) -> Tensor:
@@ -98,21 +128,42 @@ def zero3_state(parameter: torch.nn.Parameter) -> dict[str, Tensor]:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Checkpoint folders, oldest first."""
     folders = Path(output_dir, "checkpoints").glob("step_*")
-    return sorted(f for f in folders if re.fullmatch(r"step_\d+", f.name) and (f / "state.json").is_file())
+    return sorted(f for f in folders if re.fullmatch(r"step_\d+", f.name))
 
 
-def load_checkpoint(output_dir: Path, accelerator, model, optimizer) -> dict | None:
-    """Restore the newest checkpoint in place and return its `state` with `step`; None if there is none."""
+def read_checkpoint(folder: Path) -> dict | None:
+    """The state of a checkpoint, or None if it is damaged."""
+    try:
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        if all(file_hash(folder / name) == digest for name, digest in content["sha256"].items()):
+            return content["state"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    print(f"{folder} is damaged and is left out", flush=True)
+    return None
+
+
+def load_checkpoint(
+    output_dir: Path, accelerator, model, optimizer, wanted: set[str], partial: bool = False, quiet: bool = False
+) -> dict | None:
+    """Restore the newest whole checkpoint in place and return its state; None if there is none.
+
+    wanted: keys that the state must have, unless `partial`. All ranks call it.
+    """
+    from accelerate.utils import broadcast_object_list
     from safetensors import safe_open
 
-    found = checkpoints(output_dir)
-    if not found:
+    found = [None]
+    if accelerator.is_main_process:
+        read = ((folder, read_checkpoint(folder)) for folder in reversed(checkpoints(output_dir)))
+        found = [next((pair for pair in read if pair[1] is not None), None)]
+    folder, state = broadcast_object_list(found)[0] or (None, None)
+    if folder is None:
         return None
-    folder = found[-1]
     parameters = trained_parameters(model)
-    with safe_open(folder / "trained.safetensors", "pt") as weights, safe_open(folder / "optimizer.safetensors", "pt") as moments:
+    with safe_open(folder / WEIGHTS, "pt") as weights, safe_open(folder / OPTIMIZER, "pt") as moments:
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
         different = sorted(set(weights.keys()) ^ set(shapes))
         different = different or sorted(name for name in shapes if weights.get_slice(name).get_shape() != shapes[name])
@@ -122,9 +173,12 @@ def load_checkpoint(output_dir: Path, accelerator, model, optimizer) -> dict | N
                 "resume with the config of the run, or choose another output_dir"
             )
         saved = set(moments.keys())
+        missing = sorted(wanted - set(state)) + (["optimizer"] if state["step"] > 0 and not saved else [])
+        if missing and not partial:
+            raise UserError(f"{folder} lacks {', '.join(missing)}; --resume partial goes on with what a new run has in their place")
         for name, parameter in parameters.items():
             tensors = {key: moments.get_tensor(f"{name}.{key}") for key in (*MOMENTS, "step") if f"{name}.{key}" in saved}
             restore_training_state(parameter, optimizer, {"weight": weights.get_tensor(name), **tensors})
-    state = json.loads((folder / "state.json").read_text())
-    accelerator.print(f"resumed from {folder}")
+    if not quiet:
+        accelerator.print(f"resumed from {folder}" + (f" without {', '.join(missing)}" if missing else ""))
     return state

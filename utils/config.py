@@ -153,7 +153,7 @@ def _check_keys(config_class, argv: list[str]) -> None:
         name, _, value = argument[2:].partition("=")
         if name == "config":
             path = value or (argv[position + 1] if position + 1 < len(argv) else "")
-            for key in _flatten(_read_yaml(path)):
+            for key in flatten(_read_yaml(path)):
                 if key not in keys:
                     raise UserError(f"{path}: unknown key {key!r}{_nearest(key, keys)}")
         elif name.removesuffix("+") not in keys and name not in extra and not name.endswith(".help"):
@@ -182,25 +182,31 @@ def _read_yaml(path: str) -> dict:
     return values
 
 
-def _flatten(values: dict, prefix: str = "") -> dict:
+def flatten(values: dict, prefix: str = "") -> dict:
     """{'a': {'b': 1}} -> {'a.b': 1}"""
     flat = {}
     for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 
 # ---------------------------------------------------------------------------------------------------- running
 
 
+class RunStopped(Exception):
+    """A run that ended itself before its end; the message says where it can go on from. Exit code 3."""
+
+
 def run_stage(stage, config_class) -> None:
     """The entry point of every stage file: parse, run, and turn bad input into one line and exit code 2."""
     try:
         stage(parse_config(config_class))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (UserError, RunStopped) as error:
+        stopped = isinstance(error, RunStopped)
+        print(f"{'stopped' if stopped else 'error'}: {error}", file=sys.stderr, flush=True)
         # Other ranks may wait in a collective, so leave at once; the launcher then ends them.
-        os._exit(2) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else sys.exit(2)
+        code = 3 if stopped else 2
+        os._exit(code) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else sys.exit(code)
 
 
 def check_output_dir(output_dir: str, overwrite: bool, resume: str | None = None, can_resume: bool = False) -> None:
@@ -261,7 +267,7 @@ def check_same_config(folder: Path, config) -> None:
     if not file.is_file():
         return
 
-    before, now = _flatten(yaml.safe_load(file.read_text(encoding="utf-8"))), _flatten(to_dict(config))
+    before, now = flatten(yaml.safe_load(file.read_text(encoding="utf-8"))), flatten(to_dict(config))
     for key in sorted(set(before) | set(now)):
         if key not in MAY_CHANGE and before.get(key) != now.get(key):
             raise UserError(

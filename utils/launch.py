@@ -22,6 +22,8 @@ def start_accelerator(output_dir: Path, report_to: str, seed: int):
 
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.cuda.is_available():
         PartialState(cpu=True)  # accelerate does not connect several processes on a CPU by itself
+    if report_to != "none" and report_to not in available_trackers():
+        raise UserError(f"report_to {report_to} needs a package that is not installed: pip install {report_to}")
     log_with = None if report_to == "none" else report_to
     accelerator = Accelerator(log_with=log_with, project_dir=output_dir)
     if is_zero3(accelerator):
@@ -38,6 +40,12 @@ def start_accelerator(output_dir: Path, report_to: str, seed: int):
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     return accelerator
+
+
+def available_trackers() -> list[str]:
+    from accelerate.tracking import get_available_trackers
+
+    return [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
 
 
 def keep_freed_memory() -> None:
@@ -149,6 +157,11 @@ def drop_gradients(accelerator, parameters: list) -> None:
             safe_set_local_grad(parameter, torch.zeros_like(safe_get_local_grad(parameter)))
         else:
             parameter.grad = None
+
+
+def discard_gradients(accelerator, model, optimizer) -> None:
+    """Forget the gradients of this mini-batch, so that no optimizer step is due."""
+    (model.optimizer if is_zero3(accelerator) else optimizer).zero_grad()
 
 
 def step_optimizer(accelerator, model, optimizer) -> None:

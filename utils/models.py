@@ -349,10 +349,11 @@ class RoleModel(nn.Module):
         self.models = nn.ModuleDict(models)
         self.roles = roles
         self.dtype = dtype
-        hidden_size = self.lm("critic").config.get_text_config().hidden_size
-        self.value_head = ScalarHead(hidden_size, 1)
-        nn.init.zeros_(self.value_head.weight)  # values start at 0, the mean of whitened returns
-        nn.init.zeros_(self.value_head.bias)
+        self.value_head: ScalarHead | None = None
+        if "critic" in roles:
+            self.value_head = ScalarHead(self.lm("critic").config.get_text_config().hidden_size, 1)
+            nn.init.zeros_(self.value_head.weight)  # values start at 0, the mean of whitened returns
+            nn.init.zeros_(self.value_head.bias)
         self.score_head: ScalarHead | None = None
         for parameter in self.parameters():
             if parameter.requires_grad:
@@ -388,7 +389,7 @@ class RoleModel(nn.Module):
         def contexts():
             return contextlib.nullcontext(), self.use(self.current_role)
 
-        for name in {self.roles["policy"][0], self.roles["critic"][0]}:
+        for name in {self.roles[role][0] for role in ("policy", "critic") if role in self.roles}:
             start_checkpointing(self.models[name], context_fn=contexts)
 
     def forward(
@@ -406,7 +407,7 @@ class RoleModel(nn.Module):
         out, states = {}, None
         with arithmetic(self.models.values(), self.dtype):
             for role in roles:
-                if role == "critic" and self.roles["critic"] == self.roles["policy"] and states is not None:
+                if role == "critic" and self.roles["critic"] == self.roles["policy"] and "logprobs" in out:
                     pass  # a shared trunk has run already
                 else:
                     with self.use(role) as lm:
@@ -429,10 +430,11 @@ class RoleModel(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
-        """Trained parameters of `policy` and of `critic`."""
-        critic = [p for n, p in self.trainable().items() if self._is_critic(n)]
-        policy = [p for n, p in self.trainable().items() if not self._is_critic(n)]
-        return {"policy": policy, "critic": critic}
+        """Trained parameters of `policy` and, if there is one, of `critic`."""
+        groups = {"policy": [], "critic": []}
+        for name, parameter in self.trainable().items():
+            groups["critic" if self._is_critic(name) else "policy"].append(parameter)
+        return {name: parameters for name, parameters in groups.items() if parameters}
 
     def _is_critic(self, name: str) -> bool:
         return name.startswith("value_head.") or ".critic." in f".{name}"
@@ -475,7 +477,7 @@ def _lora_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, task: str = "CAUSAL_LM"):
+def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, task: str | None = "CAUSAL_LM"):
     """Put a new adapter on `model` (wrapped on the first call); A is drawn from the seed, B is 0."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -511,8 +513,8 @@ def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, ta
     return model
 
 
-def add_reward_adapter(model: nn.Module, path: str) -> ScalarHead:
-    """Load a LoRA reward model onto the shared backbone as adapter `reward`; returns its frozen score head."""
+def add_reward_adapter(model: nn.Module, path: str, adapter: str) -> ScalarHead:
+    """Load a LoRA reward model onto the shared backbone as a frozen adapter; returns its frozen score head."""
     from peft import PeftConfig, set_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(path)
@@ -522,14 +524,13 @@ def add_reward_adapter(model: nn.Module, path: str) -> ScalarHead:
         raise UserError(f"{path} is a LoRA folder without a score head, so not a reward model; see train_reward.py")
     score = weights.pop(heads[0])
     config.task_type, config.modules_to_save, config.inference_mode = "CAUSAL_LM", None, False
-    model.add_adapter("reward", config)
-    result = set_peft_model_state_dict(model, weights, adapter_name="reward")
-    wanted = {n for n, _ in model.named_parameters() if ".reward." in n}
-    if result.unexpected_keys or len(wanted) != len(weights):
-        raise UserError(f"{path} does not fit the model: {len(weights)} adapter weights for {len(wanted)} places")
-    for name, parameter in model.named_parameters():
-        if ".reward." in name:
-            parameter.requires_grad_(False)
+    model.add_adapter(adapter, config)
+    result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
+    places = [p for n, p in model.named_parameters() if f".{adapter}." in n]
+    if result.unexpected_keys or len(places) != len(weights):
+        raise UserError(f"{path} does not fit the model: {len(weights)} adapter weights for {len(places)} places")
+    for parameter in places:
+        parameter.requires_grad_(False)
     head = ScalarHead(score.shape[1], 1, bias=False)
     head.weight.data.copy_(score)
     return head.requires_grad_(False)

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from utils.config import write_text
+from utils.config import flatten, to_dict, write_text
 
 
 def progress_bar(iterable=None, label: str = "", unit: str = "it", total: int | None = None, initial: int = 0):
@@ -34,9 +34,13 @@ class Metrics:
         self.file = folder / "metrics.jsonl"
         self.accelerator = accelerator
         self.is_main = accelerator.is_main_process
-        for file in (self.file, folder / "samples.jsonl"):
+        self.keep(resume_step)
+
+    def keep(self, last_step: int) -> None:
+        """Drop what was written for steps after `last_step`, which are run again."""
+        for file in (self.file, self.file.with_name("samples.jsonl")):
             if self.is_main and file.exists():
-                keep_steps(file, resume_step)
+                keep_steps(file, last_step)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.accelerator.log(values, step=step)
@@ -56,6 +60,26 @@ def keep_steps(file: Path, last_step: int) -> None:
         except (json.JSONDecodeError, KeyError):
             continue
     write_text(file, "".join(lines))
+
+
+def start_trackers(accelerator, cfg) -> None:
+    """Begin the run in the tracker of `report_to`, with its configuration where the tracker has a place for it."""
+    if cfg.report_to == "tensorboard":
+        accelerator.init_trackers("tensorboard")  # the name of its folder
+    elif cfg.report_to != "none":
+        accelerator.init_trackers("flatrlhf", config=flatten(to_dict(cfg)))
+
+
+def log_samples(accelerator, step: int, samples: list[dict]) -> None:
+    """A table of texts: a table in W&B, Markdown text elsewhere."""
+    columns = list(samples[0])
+    cells = [[str(sample[name]) for name in columns] for sample in samples]
+    lines = [columns, ["---"] * len(columns), *([c.replace("|", "\\|").replace("\n", "<br>") for c in row] for row in cells)]
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            tracker.log_table("samples", columns=columns, data=cells, step=step)
+        else:
+            tracker.log({"samples": "\n".join("| " + " | ".join(line) + " |" for line in lines)}, step=step)
 
 
 def read_metrics(folder: Path) -> list[dict]:
