@@ -272,29 +272,31 @@ def test_a_checkpoint_that_lacks_something_names_it(tiny, preferences, tmp_path)
 @pytest.mark.slow
 def test_killed_at_any_moment_a_run_ends_as_if_it_had_not_been(tiny, preferences, tmp_path):
     """kill -9 at 20 random moments, between two steps, within one, while a checkpoint is written; resumed each time."""
-    cfg = base_config(
-        tiny, preferences, tmp_path / "straight", total_steps=100, save_every=1, lr=1e-3, rollout=RolloutConfig(n=2),
-        algorithm=AlgorithmConfig(kl_coef=0.02),
-    )
-    train(cfg)
-    killed = dataclasses.replace(cfg, output_dir=str(tmp_path / "killed"), resume="auto")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(killed)))
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "train_ppo.py"), "--config", str(tmp_path / "run.yaml")]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}  # sums depend on the number of threads
+
+    def command(folder):
+        cfg = base_config(
+            tiny, preferences, tmp_path / folder, total_steps=100, save_every=1, lr=1e-3, rollout=RolloutConfig(n=2), resume="auto",
+            algorithm=AlgorithmConfig(kl_coef=0.02),
+        )
+        (tmp_path / f"{folder}.yaml").write_text(yaml.safe_dump(to_dict(cfg)))
+        return [sys.executable, str(ROOT / "train_ppo.py"), "--config", str(tmp_path / f"{folder}.yaml")]
+
+    subprocess.run(command("straight"), env=environment, check=True, capture_output=True)
     metrics, rng = tmp_path / "killed" / "metrics.jsonl", random.Random(0)
 
     def written():
         return metrics.read_bytes() if metrics.exists() else b""
 
     for _ in range(20):
-        before, process = written(), subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before, process = written(), subprocess.Popen(command("killed"), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and written() == before:
             time.sleep(0.005)  # until this process has done a step
         time.sleep(rng.uniform(0, 0.6))
         assert process.poll() is None, "the run ended before it was killed often enough"
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
+    assert subprocess.run(command("killed"), env=environment, capture_output=True).returncode == 0
     a, b = weights_of(tmp_path / "straight"), weights_of(tmp_path / "killed")
     assert a.keys() == b.keys() and all(torch.equal(a[f][n], b[f][n]) for f in a for n in a[f])
     lines = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()] for run in ("straight", "killed")]
