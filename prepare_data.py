@@ -91,8 +91,8 @@ class DataConfig:
     """appended to the last user turn, for example an instruction on the answer's form"""
     on_bad_row: Literal["skip", "error"] = "skip"
     """skip and count a row that cannot be used, or stop at the first"""
-    exclude: str | None = None
-    """a JSONL file of objects with an `id` or a `prompt`, such as a PPO run's suspicious.jsonl: those rows are left out"""
+    exclude: str | list[str] | None = None
+    """JSONL files of objects with an `id` or a `prompt`, such as a PPO run's suspicious.jsonl: those rows are left out"""
     seed: int = 0
     """decides which prompts are held out"""
     overwrite: bool = False
@@ -479,10 +479,10 @@ def print_example(row: dict, kind: str, tokenizer) -> None:
     print("---", flush=True)
 
 
-def read_excluded(file: str) -> set[str]:
-    """Ids and prompts (as JSON) of the objects in a JSONL file."""
+def read_excluded(files: list[str]) -> set[str]:
+    """Ids and prompts (as JSON) of the objects in JSONL files."""
     excluded = set()
-    for place, raw in read_source(file, Hub()):
+    for place, raw in (line for file in files for line in read_source(file, Hub())):
         if not isinstance(raw, dict) or not ("id" in raw or "prompt" in raw):
             raise UserError(f"{place}: exclude needs objects with an id or a prompt (a list of messages)")
         excluded |= {raw["id"]} if "id" in raw else set()
@@ -501,7 +501,7 @@ def prepare(cfg: DataConfig) -> dict:
     if cfg.hub != Hub() and all(Path(s).exists() or glob.glob(s) for s in sources):
         raise UserError("hub.* is set but every source is a local file, so it would have no effect; remove it")
     tokenizer = load_tokenizer(cfg.tokenizer)
-    excluded = read_excluded(cfg.exclude) if cfg.exclude else set()
+    excluded = read_excluded([cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or [])
 
     # 1. read, convert and check each row
     kept: dict[str, list[dict]] = {"train": [], "test": []}

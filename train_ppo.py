@@ -16,12 +16,13 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from utils.checkpoint import forget_checkpoints, load_checkpoint, rewrite_state, save_checkpoint, step_name
+from utils.checkpoint import load_checkpoint, rewrite_state, save_checkpoint, step_name
 from utils.config import (
     LoraOptions, ModelConfig, RunStopped, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage,
     write_text,
@@ -34,8 +35,8 @@ from utils.launch import (
 )
 from utils.models import (
     RoleModel, adapter_base, add_lora, add_reward_adapter, eos_ids, load_causal_lm, load_reward_model, load_tokenizer,
-    max_positions, merged_state_dict, model_dtype, new_reward_model, read_stats, same_model, save_adapter,
-    save_model, template_fingerprint,
+    max_positions, merged_state_dict, model_dtype, new_reward_model, read_stats, replacing, same_model, save_adapter,
+    save_model, save_tensors, template_fingerprint,
 )
 from utils.report import curves_svg, page
 from utils.rewards import RewardConfig, check_ground_truth, check_reward_config, function_scorer, model_scores, rule_scorer
@@ -570,8 +571,7 @@ def update(
     The loss is a token mean over the whole mini-batch, so gradients depend neither on the micro-batch size nor on
     the number of ranks. draw: seeds the order (null = step). Raises RollBack where the guards say so.
     """
-    n_updates = 0
-    sums: dict[str, float] = {}
+    seen: list[dict[str, float]] = []  # metrics of each mini-batch
     draw = step if draw is None else draw
     try:
         for epoch in range(cfg.ppo_epochs):
@@ -580,16 +580,14 @@ def update(
             for start in range(0, len(order), cfg.ppo_mini_batch_size):
                 rows = order[start : start + cfg.ppo_mini_batch_size]
                 values = mini_batch_step(rows, rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards)
-                n_updates += 1
-                if guards is not None and n_updates == 1:
+                if guards is not None and not seen:
                     guards.check_first(step, values["policy/approx_kl"])
-                for name, value in values.items():
-                    sums[name] = sums.get(name, 0.0) + value
+                seen.append(values)
         if guards is not None and guards.cfg.enabled:  # nothing above has seen the last update's effect
             guards.check_update(step, update_kl(rows, rollouts, tensors, model, cfg, pad_id, accelerator), last=True)
-    except SkipRest:
-        pass
-    return {name: value / max(n_updates, 1) for name, value in sums.items()}
+    except SkipRest as skipped:
+        seen.append(skipped.metrics)
+    return {name: fmean(values[name] for values in seen if name in values) for name in seen[0]}
 
 
 def micro_batches(rows: list[int], rollouts, tensors, cfg: PPOConfig, pad_id: int, accelerator):
@@ -639,30 +637,24 @@ def mini_batch_step(
     names = sorted(sums)
     metrics = dict(zip(names, accelerator.reduce(torch.stack([sums[name] for name in names]), "sum").tolist()))
 
-    good = True
     try:
         if guards is not None:
             guards.check_update(step, metrics["policy/approx_kl"])
+        norms = {}
         for name, parameters in unwrap(model).groups().items():
-            norm = metrics[f"{name}/grad_norm"] = clip_grad_norm(accelerator, parameters, cfg.max_grad_norm)
-            if guards is not None:
-                good = guards.gradient_is_good(step, name, norm) and good
-            if guards is None or not guards.cfg.enabled:
-                if not math.isfinite(norm):
-                    raise UserError(
-                        f"step {step}: the gradient of the {name} is not finite; lower lr, or resume from a checkpoint with a lower one"
-                    )
+            norms[name] = metrics[f"{name}/grad_norm"] = clip_grad_norm(accelerator, parameters, cfg.max_grad_norm)
             if name == "policy" and warming_up:  # a shared critic's loss reaches the policy too, and Adam counts zero gradients
                 drop_gradients(accelerator, parameters)
-    except (SkipRest, RollBack):
+                del norms[name]
+        bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        if bad and (guards is None or not guards.cfg.enabled):
+            raise UserError(f"step {step}: the gradient of the {' and '.join(bad)} is not finite; lower lr or set guards.enabled")
+        good = guards is None or guards.gradients_are_good(step, norms)
+    except (SkipRest, RollBack) as problem:
+        problem.metrics = metrics
         discard_gradients(accelerator, model, optimizer)
         raise
-    if good:
-        step_optimizer(accelerator, model, optimizer)
-        if guards is not None:
-            guards.state["skips"] = 0
-    else:
-        discard_gradients(accelerator, model, optimizer)
+    (step_optimizer if good else discard_gradients)(accelerator, model, optimizer)
     return metrics
 
 
@@ -793,8 +785,8 @@ def train(cfg: PPOConfig) -> list[dict]:
     bar.close()
 
     save_final(roles, tokenizer, cfg, folder, is_main)
+    write_report(folder, is_main)
     if is_main:
-        write_text(folder / "report.html", page("PPO run", curves_svg(read_metrics(folder), PLOTS)))
         record_run(folder, cfg, started)
         print(f"peak memory {peak_memory_gb(device):.2f} GB; wrote {folder / 'final'}", flush=True)
     accelerator.wait_for_everyone()
@@ -834,23 +826,22 @@ def roll_back(
     The change is written back to the checkpoint, so that a run killed after it does not try the same again.
     """
     rollbacks, step = state["rollbacks"] + 1, state["step"] + 1
-    forget_checkpoints(folder, problem.before, accelerator)
-    restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), quiet=True)
-    if restored is None:
-        raise UserError(f"no checkpoint under {folder / 'checkpoints'} can be read, so the run cannot be rolled back")
+    restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), before=problem.before)
     metrics.keep(restored["step"])
     if rollbacks > cfg.guards.max_rollbacks:
         guards.event(step, "max_rollbacks", rollbacks, cfg.guards.max_rollbacks, "stopping", f"{problem} was crossed again")
         good = folder / "checkpoints" / step_name(restored["step"])
-        more = f" (--resume auto --total_steps {restored['step']} writes it to final/)" if restored["step"] else ", the start"
+        length = f"--total_steps {restored['step']}" + (" --total_epochs null" if cfg.total_epochs is not None else "")
+        more = f" (--resume auto {length} writes it to final/)" if restored["step"] else ", the start"
+        write_report(folder, guards.is_main)
+        accelerator.wait_for_everyone()
         raise RunStopped(
             f"guards.max_rollbacks {cfg.guards.max_rollbacks} is used up at step {step}; the last good checkpoint is {good}{more}"
         )
-    low, high = KL_COEF_BOUNDS
-    restored |= {
-        "rollbacks": rollbacks, "draw": state["draw"], "skips": 0, "lr_scale": state["lr_scale"] * problem.lr_factor,
-        "kl_coef": min(max(restored["kl_coef"] * problem.kl_factor, low), high) if problem.kl_factor != 1 else restored["kl_coef"],
-    }
+    if problem.kl_factor != 1:  # on top of what earlier roll-backs raised
+        kl_coef = max(restored["kl_coef"], state["kl_coef"])
+        restored["kl_coef"] = max(kl_coef, min(max(kl_coef, KL_COEF_BOUNDS[0]) * problem.kl_factor, KL_COEF_BOUNDS[1]))
+    restored |= {"rollbacks": rollbacks, "draw": state["draw"], "skips": 0, "lr_scale": state["lr_scale"] * problem.lr_factor}
     rewrite_state(folder, restored, accelerator)
     changed = f"kl_coef {restored['kl_coef']:.4g}, learning rates x {restored['lr_scale']:g}, other prompts"
     guards.event(step, "rollback", rollbacks, cfg.guards.max_rollbacks, f"going on from step {restored['step']}", changed)
@@ -893,6 +884,23 @@ def check_config(cfg: PPOConfig) -> None:
         raise UserError(f"critic.loss_coef has no effect with critic.kind {cfg.critic.kind}, which learns apart from the policy; remove it")
     if cfg.critic.kind == "shared" and cfg.critic.path is not None:
         raise UserError("critic.path has no effect with critic.kind shared, whose trunk is the policy's; use kind adapter or separate")
+    guards = cfg.guards
+    for name, value, low, high in (
+        ("algorithm.clip_ratio", algorithm.clip_ratio, 0, 1), ("algorithm.value_clip", algorithm.value_clip, 0, math.inf),
+        ("algorithm.gamma", algorithm.gamma, 0, 1), ("algorithm.lam", algorithm.lam, 0, 1), ("max_grad_norm", cfg.max_grad_norm, 0, math.inf),
+        ("guards.update_kl", guards.update_kl, 0, math.inf), ("guards.reference_kl", guards.reference_kl, 0, math.inf),
+        ("guards.grad_norm", guards.grad_norm, 0, math.inf), ("guards.reward_std", guards.reward_std, 0, math.inf),
+        ("guards.max_skips", guards.max_skips, 1, math.inf), ("guards.max_rollbacks", guards.max_rollbacks, 0, math.inf),
+        ("guards.rollback_lr_factor", guards.rollback_lr_factor, 0, 1), ("guards.rollback_kl_factor", guards.rollback_kl_factor, 1, math.inf),
+        ("critic.warmup_steps", cfg.critic.warmup_steps, 0, math.inf), ("save_every", cfg.save_every, 0, math.inf),
+        ("eval_every", cfg.eval_every, 0, math.inf),
+    ):
+        if value is not None and not low <= value <= high:
+            raise UserError(f"{name} {value} must be {'at least ' + str(low) if high == math.inf else f'between {low} and {high}'}")
+    for name, switch in (("eval_prompts", "eval_every"), ("keep_last", "save_every")):
+        default = next(f.default for f in dataclasses.fields(PPOConfig) if f.name == name)
+        if not getattr(cfg, switch) and getattr(cfg, name) != default:
+            raise UserError(f"{name} has no effect without {switch}")
     if cfg.guards.enabled and (cfg.save_every < 1 or cfg.keep_last < 2):
         raise UserError("guards.enabled needs checkpoints to go back to: set save_every, and keep_last to 2 or more")
     if not cfg.guards.enabled and cfg.guards != GuardConfig():
@@ -1008,13 +1016,17 @@ def print_rollout(rollout: Rollout, tokenizer) -> None:
     print(f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {'ended' if rollout.ended else 'cut off'}", flush=True)
 
 
+def write_report(folder: Path, is_main: bool) -> None:
+    """`report.html`: the curves of the run so far."""
+    if is_main:
+        write_text(folder / "report.html", page("PPO run", curves_svg(read_metrics(folder), PLOTS)))
+
+
 def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_main: bool = True) -> None:
     """`final/`: the policy as a plain model; with LoRA also `adapter/`, and the critic's weights in `critic/`.
 
     All ranks call it, the first one writes.
     """
-    from safetensors.torch import save_file
-
     name, adapter = model.roles["policy"]
     weights = merged_state_dict(model.models[name], adapter, keep=is_main)
     critic, critic_adapter = model.roles.get("critic", (None, None))
@@ -1030,12 +1042,14 @@ def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_mai
             save_adapter(model.models[name], adapter, folder / "adapter")
         if critic is None:
             return
+        head = {"value_head.safetensors": {n: p.detach().cpu() for n, p in model.value_head.named_parameters()}}
         if own_critic is not None:
-            save_model(model.models["critic"], own_critic, tokenizer, folder / "critic")
+            save_model(model.models["critic"], own_critic, tokenizer, folder / "critic", head)
         elif critic_adapter == "critic" and plain_base:
-            save_adapter(model.models[name], "critic", folder / "critic")
-        (folder / "critic").mkdir(exist_ok=True)
-        save_file({n: p.detach().cpu() for n, p in model.value_head.named_parameters()}, folder / "critic" / "value_head.safetensors")
+            save_adapter(model.models[name], "critic", folder / "critic", more=head)
+        else:
+            with replacing(folder / "critic") as temporary:
+                save_tensors(temporary, head)
 
 
 if __name__ == "__main__":

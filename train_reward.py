@@ -24,9 +24,8 @@ from utils.launch import (
     accumulating, backward, clip_grad_norm, gather_lists, load_device, prepare, split_for_rank, start_accelerator, step_optimizer, unwrap, whole,
 )
 from utils.models import (
-    adapter_base, add_lora, arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model, save_adapter, save_model,
-    score_at_end,
-    start_checkpointing, template_fingerprint, write_stats,
+    adapter_base, add_lora, arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model,
+    save_adapter, save_model, score_at_end, start_checkpointing, template_fingerprint, write_stats,
 )
 from utils.tensors import pad_rows
 from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, start_trackers

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, tiny_llama, byte_tokenizer
 from prepare_data import DataConfig
 from evaluate import EvaluateConfig
-from train_ppo import KLControl, PPOConfig, check_config, count_steps
+from train_ppo import PPOConfig, check_config, count_steps
 from train_reward import RewardTrainConfig
 from utils.config import UserError, known_keys, open_output_dir, parse_config
 
@@ -108,6 +108,11 @@ def test_every_option_is_described(config, capsys):
         (["--critic.kind", "shared", "--critic.path", "x"], "critic.path has no effect"),
         (["--guards.enabled", "true"], "guards.enabled needs checkpoints"),
         (["--guards.enabled", "true", "--save_every", "1", "--keep_last", "1"], "keep_last to 2"),
+        (["--guards.enabled", "true", "--save_every", "1", "--guards.max_skips", "0"], "guards.max_skips 0 must be at least 1"),
+        (["--guards.enabled", "true", "--save_every", "1", "--guards.rollback_lr_factor", "-1"], "must be between 0 and 1"),
+        (["--algorithm.gamma", "-1"], "algorithm.gamma -1.0 must be between 0 and 1"),
+        (["--eval_prompts", "3"], "eval_prompts has no effect without eval_every"),
+        (["--keep_last", "3"], "keep_last has no effect without save_every"),
         (["--guards.max_rollbacks", "9"], "guards.* has no effect"),
         (["--lora", "null"], "critic.kind adapter needs lora"),
         (["--critic.loss_coef", "0.5"], "critic.loss_coef has no effect"),

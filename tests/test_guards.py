@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 import train_ppo
 from conftest import ROOT
-from test_models import CPU, close, ppo_config, stir
+from test_models import CPU, ppo_config, stir
 from test_ppo import base_config, given_rollouts, weights_of
 from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, mini_batch_step, new_state, train, update
 from utils.config import RunStopped, UserError, to_dict
@@ -84,7 +83,7 @@ def test_update_kl_skips_what_is_left_of_the_step(tiny, tmp_path):
     _, seen = run(1e9)
     assert seen[0] < 1e-9 and seen[1] > 1e-7 and len(seen) == 5  # four mini-batches and a look at the end
     stopped, again = run(seen[1] * 0.75)
-    assert len(again) == 2
+    assert len(again) == 2 and again == seen[:2]
     one, _ = run(None, once=True)
     for name in one:
         assert torch.equal(stopped[name], one[name]), name
@@ -98,15 +97,15 @@ def test_bad_gradients_are_skipped_then_rolled_back(tiny, tmp_path):
     tensors, _ = experience(rows, cfg, 0.1)
     optimizer = torch.optim.AdamW(model.trainable().values(), lr=0.1)
     before = {n: p.detach().clone() for n, p in model.trainable().items()}
-    guard = guards(tmp_path, update_kl=None, grad_norm=1e-9, max_skips=5)
+    guard = guards(tmp_path, update_kl=None, grad_norm=1e-9, max_skips=3)
     update(rows, tensors, model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1, guard)
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.trainable().items()) and not optimizer.state
-    assert guard.state["skips"] == 4 and len(events(tmp_path)) == 4  # policy and critic of two mini-batches
+    assert guard.state["skips"] == 2 and len(events(tmp_path)) == 2  # one for each optimizer step
     with pytest.raises(RollBack):
         update(rows, tensors, model, optimizer, cfg, 2, 0, Accelerator(cpu=True), 0.1, guard)
     assert {e["guard"] for e in events(tmp_path)} == {"grad_norm"} and events(tmp_path)[-1]["action"] == "rolling back"
     guard = guards(tmp_path, update_kl=None, grad_norm=None)  # no limit, but not finite is bad all the same
-    assert not guard.gradient_is_good(1, "policy", float("nan")) and guard.state["skips"] == 1
+    assert not guard.gradients_are_good(1, {"policy": 1e9, "critic": float("nan")}) and guard.state["skips"] == 1
     update(rows, tensors, model, optimizer, cfg, 3, 0, Accelerator(cpu=True), 0.1, guard)
     assert guard.state["skips"] == 0 and any(not torch.equal(p, before[n]) for n, p in model.trainable().items())
 
@@ -116,7 +115,7 @@ def test_reference_kl_goes_back_to_what_is_known_to_be_good(tmp_path):
     guard = guards(tmp_path, reference_kl=0.5)
     guard.check_rollouts(7, healthy(**{"objective/kl_per_token": 0.5}), [], [], "d")
     with pytest.raises(RollBack) as problem:
-        guard.check_rollouts(7, healthy(**{"objective/kl_per_token": 0.6}), [], [], "d")
+        guard.check_rollouts(7, healthy(**{"objective/kl_per_token": float("nan")}), [], [], "d")
     assert (problem.value.before, problem.value.lr_factor, problem.value.kl_factor) == (5, 1.0, 2.0)
 
 
@@ -173,13 +172,13 @@ def test_scattered_rewards_are_written_aside_and_the_run_goes_on(tiny, preferenc
     assert len(train(cfg)) == 3
     assert [(e["guard"], e["step"]) for e in events(tmp_path / "run")] == [("reward_std", 1)]
     lines = [json.loads(line) for line in (tmp_path / "run" / "suspicious.jsonl").read_text().splitlines()]
-    assert [line["score"] for line in lines] == [100.0]
+    assert [(line["step"], line["score"]) for line in lines] == [(1, 100.0), (2, 100.0), (3, 100.0)]
     command = events(tmp_path / "run")[0]["message"].split("python ")[1].split(" --output_dir")[0].split()
     from prepare_data import DataConfig, prepare
     from utils.config import parse_config
 
     report = prepare(parse_config(DataConfig, [*command[1:], "--output_dir", str(tmp_path / "clean")]))
-    assert report["dropped"]["excluded"] == 1 and report["rows_out"]["train"] == 73
+    assert report["dropped"]["excluded"] == len({line["id"] for line in lines}) == 3 and report["rows_out"]["train"] == 71
 
 
 def test_rolling_back_restores_everything_and_ends(tiny, preferences, tmp_path, monkeypatch):
@@ -203,6 +202,49 @@ def test_rolling_back_restores_everything_and_ends(tiny, preferences, tmp_path, 
     started = build_roles(cfg, CPU).trainable()
     saved = load_file(tmp_path / "run" / "checkpoints" / "step_000000" / "trained.safetensors")
     assert all(torch.equal(saved[name], started[name]) for name in started)
+
+
+def test_rolling_back_never_deletes_the_last_checkpoint_and_adds_up(tiny, preferences, tmp_path, monkeypatch):
+    """KL is said to be too high in steps 7 and 6 of checkpoints 5 and 6: back to 5, then to 5 again, for nothing older is left."""
+    bad = iter([7, 6])
+    crossing = [next(bad)]
+    check = Guards.check_rollouts
+
+    def check_rollouts(self, step, metrics, *rest):
+        if crossing and step == crossing[0]:
+            crossing[:] = [next(bad, None)]
+            metrics = metrics | {"objective/kl_per_token": 9.0}
+        check(self, step, metrics, *rest)
+
+    monkeypatch.setattr(Guards, "check_rollouts", check_rollouts)
+    cfg = base_config(
+        tiny, preferences, tmp_path / "run", save_every=1, total_steps=8, lr=1e-3,
+        guards=GuardConfig(enabled=True, update_kl=None, grad_norm=None, reward_std=None, reference_kl=5.0),
+    )
+    steps = train(cfg)
+    assert [e["action"] for e in events(tmp_path / "run") if e["guard"] == "rollback"] == ["going on from step 5", "going on from step 5"]
+    assert [s["step"] for s in steps] == list(range(1, 9))
+    assert [round(s["objective/kl_coef"], 6) for s in steps] == [0.05] * 5 + [0.2] * 3  # doubled twice
+
+
+def test_only_damaged_checkpoints_are_no_new_start(tiny, preferences, tmp_path):
+    cfg = base_config(tiny, preferences, tmp_path / "run", save_every=2, total_steps=2)
+    train(cfg)
+    (tmp_path / "run" / "checkpoints" / "step_000002" / "state.json").write_text("")
+    with pytest.raises(UserError, match="every checkpoint under .* is damaged"):
+        train(dataclasses.replace(cfg, resume="auto", total_steps=3))
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2  # nothing was lost
+
+
+def test_steps_that_were_all_skipped_can_be_gone_on_from(tiny, preferences, tmp_path):
+    """No optimizer step is ever taken, so the checkpoints hold no moments: the third in a row goes back, the next third ends the run."""
+    cfg = base_config(
+        tiny, preferences, tmp_path / "run", save_every=1, total_steps=2, ppo_epochs=1, ppo_mini_batch_size=8,
+        guards=GuardConfig(enabled=True, update_kl=None, grad_norm=1e-9, reward_std=None, max_skips=3, max_rollbacks=1),
+    )
+    assert [s["step"] for s in train(cfg)] == [1, 2]
+    with pytest.raises(RunStopped, match="is used up at step 5; the last good checkpoint is .*step_000004"):
+        train(dataclasses.replace(cfg, resume="auto", total_steps=9))
 
 
 def test_a_learning_rate_far_too_high_recovers(tiny, preferences, tmp_path):

@@ -1,6 +1,7 @@
 """Models: what is read where, the four roles on one backbone, and what a saved model gives back."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -13,8 +14,8 @@ from train_reward import RewardTrainConfig, build_model, save_final as save_rewa
 from utils.config import LoraOptions, ModelConfig, UserError
 from utils.data import encode_prompt, encode_response
 from utils.models import (
-    RoleModel, add_lora, chunked_logprobs, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, merged_state_dict, project,
-    score_at_end,
+    chunked_logprobs, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, merged_state_dict,
+    score_at_end, write_stats,
 )
 from utils.rewards import RewardConfig, model_scores
 from utils.rollout import generate
@@ -393,6 +394,39 @@ def test_reward_role_gives_the_reward_models_scores(tiny, reward_folders, name):
     with torch.no_grad():
         scores = model_scores(forward, load_tokenizer(tiny), [messages("q")] * len(TEXTS), TEXTS, 4, CPU)
     close(torch.tensor(scores), torch.tensor(before))
+
+
+@pytest.mark.parametrize("kind, name, lora", [
+    ("adapter", "adapter", LoraOptions(r=4)), ("separate", "adapter", LoraOptions(r=4)), ("separate", "merged", LoraOptions(r=4)), ("separate", "full", None),
+])
+def test_a_critic_can_start_from_a_reward_model(tiny, reward_folders, tmp_path, kind, name, lora):
+    """Its value after a whole answer is that answer's score in the unit of the rewards; the policy still starts at the reference."""
+    folder, before = reward_folders[name]
+    shutil.copytree(folder, tmp_path / "reward")
+    write_stats(tmp_path / "reward", {"score_mean": 2.0, "score_std": 4.0})
+    cfg = ppo_config(tiny, critic=CriticConfig(kind, path=str(tmp_path / "reward")), lora=lora)
+    model, tokenizer = build_roles(cfg, CPU), load_tokenizer(tiny)
+    rows = [encode_prompt(tokenizer, messages("q")) + encode_response(tokenizer, text) + [5] for text in TEXTS]
+    ids, mask = pad_rows(rows, 0, torch.long)
+    last = mask & (torch.arange(ids.shape[1]) == mask.sum(1, keepdim=True) - 1)  # the token after the end, whose state is the whole answer
+    with torch.no_grad():
+        out = model({"input_ids": ids, "attention_mask": mask, "response_mask": last}, ("policy", "critic", "reference"))
+    close(out["values"], (torch.tensor(before) - 2) / 4)
+    assert torch.equal(out["logprobs"], out["ref_logprobs"])
+    trained = [n for n in model.trainable() if model._is_critic(n)]
+    assert trained and all(p.dtype == torch.float32 for p in model.trainable().values())
+    save_final(model, tokenizer, cfg, tmp_path / "out")
+    assert (tmp_path / "out" / "critic" / "value_head.safetensors").exists()
+
+
+def test_dropout_of_a_loaded_adapter_is_off(tiny, reward_folders, tmp_path):
+    shutil.copytree(reward_folders["adapter"][0], tmp_path / "reward")
+    config = json.loads((tmp_path / "reward" / "adapter_config.json").read_text())
+    (tmp_path / "reward" / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    model = build_roles(ppo_config(tiny, reward_model=RewardConfig(path=str(tmp_path / "reward"))), CPU)
+    batch = make_batch(rollouts(), 0, CPU)
+    with torch.no_grad():
+        assert torch.equal(model(batch, ("reward",))["scores"], model(batch, ("reward",))["scores"])
 
 
 def test_reward_role_in_bfloat16_gives_the_reward_models_scores(tiny, reward_folders):

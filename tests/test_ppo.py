@@ -14,13 +14,13 @@ import yaml
 from accelerate import Accelerator
 
 import train_ppo
-from conftest import ROOT, byte_tokenizer, messages, tiny_llama
+from conftest import ROOT, byte_tokenizer, tiny_llama
 from test_models import CPU, close, ppo_config, rollouts, stir
 from train_ppo import (
     AlgorithmConfig, CriticConfig, KLControl, PPOConfig, RolloutConfig, ScoreConfig, add_logprobs_and_values, build_roles, experience, prompt_order,
     train, update,
 )
-from train_reward import RewardTrainConfig, batch_pairs, build_model, optimizer_step, step_pairs
+from train_reward import RewardTrainConfig, build_model, optimizer_step, step_pairs
 from train_reward import train as train_reward_model
 from utils.config import LoraOptions, ModelConfig, UserError, to_dict
 from utils.guards import GuardConfig

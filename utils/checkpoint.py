@@ -38,7 +38,9 @@ def save_checkpoint(output_dir: Path, accelerator, model, optimizer, state: dict
             save_file(moments, temporary / OPTIMIZER)
             hashes = {name: file_hash(temporary / name) for name in (WEIGHTS, OPTIMIZER)}
             write_json(temporary / STATE, {"state": state, "sha256": hashes})
-        for old in checkpoints(output_dir)[:-keep_last]:
+        found = checkpoints(output_dir)
+        later = [f for f in found if f.name > folder.name]  # damaged, or of a course that was left
+        for old in [*later, *[f for f in found if f not in later][:-keep_last]]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
@@ -57,15 +59,6 @@ def rewrite_state(output_dir: Path, state: dict, accelerator) -> None:
     if accelerator.is_main_process:
         file = Path(output_dir, "checkpoints", step_name(state["step"]), STATE)
         write_json(file, json.loads(file.read_text(encoding="utf-8")) | {"state": state})
-    accelerator.wait_for_everyone()
-
-
-def forget_checkpoints(output_dir: Path, after: int, accelerator) -> None:
-    """Delete the checkpoints of steps beyond `after`."""
-    if accelerator.is_main_process:
-        for folder in checkpoints(output_dir):
-            if folder.name > step_name(after):
-                shutil.rmtree(folder)
     accelerator.wait_for_everyone()
 
 
@@ -146,20 +139,25 @@ def read_checkpoint(folder: Path) -> dict | None:
 
 
 def load_checkpoint(
-    output_dir: Path, accelerator, model, optimizer, wanted: set[str], partial: bool = False, quiet: bool = False
+    output_dir: Path, accelerator, model, optimizer, wanted: set[str], partial: bool = False, before: int | None = None
 ) -> dict | None:
     """Restore the newest whole checkpoint in place and return its state; None if there is none.
 
-    wanted: keys that the state must have, unless `partial`. All ranks call it.
+    wanted: keys that the state must have, unless `partial`. before: the newest step to take, or else the oldest that can be
+    read; later checkpoints are deleted then. All ranks call it. Raises UserError where there are only damaged ones.
     """
     from accelerate.utils import broadcast_object_list
     from safetensors import safe_open
 
-    found = [None]
+    found: list = [None, None, False]
     if accelerator.is_main_process:
-        read = ((folder, read_checkpoint(folder)) for folder in reversed(checkpoints(output_dir)))
-        found = [next((pair for pair in read if pair[1] is not None), None)]
-    folder, state = broadcast_object_list(found)[0] or (None, None)
+        folders, last = checkpoints(output_dir), step_name(10**9 if before is None else before)
+        order = [f for f in reversed(folders) if f.name <= last] + [f for f in folders if f.name > last]
+        read = ((folder, read_checkpoint(folder)) for folder in order)
+        found = [*next((pair for pair in read if pair[1] is not None), (None, None)), bool(folders)]
+    folder, state, some = broadcast_object_list(found)
+    if folder is None and some:
+        raise UserError(f"every checkpoint under {Path(output_dir, 'checkpoints')} is damaged; choose another output_dir, or --overwrite true")
     if folder is None:
         return None
     parameters = trained_parameters(model)
@@ -172,13 +170,18 @@ def load_checkpoint(
                 f"{folder} does not fit this configuration ({len(different)} weights differ, such as {different[0]}); "
                 "resume with the config of the run, or choose another output_dir"
             )
-        saved = set(moments.keys())
-        missing = sorted(wanted - set(state)) + (["optimizer"] if state["step"] > 0 and not saved else [])
+        missing = sorted(wanted - set(state))
         if missing and not partial:
             raise UserError(f"{folder} lacks {', '.join(missing)}; --resume partial goes on with what a new run has in their place")
+        saved = set(moments.keys())
         for name, parameter in parameters.items():
             tensors = {key: moments.get_tensor(f"{name}.{key}") for key in (*MOMENTS, "step") if f"{name}.{key}" in saved}
             restore_training_state(parameter, optimizer, {"weight": weights.get_tensor(name), **tensors})
-    if not quiet:
+    if before is None:
         accelerator.print(f"resumed from {folder}" + (f" without {', '.join(missing)}" if missing else ""))
+    elif accelerator.is_main_process:
+        for later in checkpoints(output_dir):
+            if later.name > folder.name:
+                shutil.rmtree(later)
+    accelerator.wait_for_everyone()
     return state

@@ -43,7 +43,9 @@ class GuardConfig:
 
 
 class SkipRest(Exception):
-    """The rest of this step's updates is skipped."""
+    """The rest of this step's updates is skipped. (The skipped mini-batch's metrics are put on it.)"""
+
+    metrics: dict[str, float]
 
 
 class RollBack(Exception):
@@ -93,7 +95,7 @@ class Guards:
         if not self.cfg.enabled:
             return
         limit = self.cfg.reference_kl
-        if limit is not None and metrics["objective/kl_per_token"] > limit:
+        if limit is not None and not metrics["objective/kl_per_token"] <= limit:  # so that NaN crosses it too
             value = metrics["objective/kl_per_token"]
             self.event(step, "reference_kl", value, limit, "rolling back", "the policy has moved too far from the reference")
             raise RollBack("reference_kl", before=max(step - 2, 0), kl_factor=self.cfg.rollback_kl_factor)
@@ -104,7 +106,7 @@ class Guards:
         limit, std = self.cfg.reward_std, metrics["objective/score_std"]
         if limit is not None:
             crossed = std > limit
-            if crossed and "reward_std" not in self.state["warned"]:
+            if crossed:
                 self._write_suspicious(step, metrics["objective/score_mean"], std, rollouts, rows)
             self._warn(
                 step, "reward_std", crossed, std, limit, "the scores scatter; the outliers stand in suspicious.jsonl, to leave their prompts out: "
@@ -148,12 +150,15 @@ class Guards:
             self.event(step, "update_kl", approx_kl, limit, "skipping the rest of the step", "the policy has moved far enough")
             raise SkipRest
 
-    def gradient_is_good(self, step: int, name: str, norm: float) -> bool:
-        """Whether the optimizer may step. Raises RollBack after max_skips bad ones in a row."""
+    def gradients_are_good(self, step: int, norms: dict[str, float]) -> bool:
+        """Whether the optimizer may step, by the norms of policy and critic. Raises RollBack after max_skips bad ones in a row."""
         limit = self.cfg.grad_norm
-        if not self.cfg.enabled or (math.isfinite(norm) and (limit is None or norm <= limit)):
+        bad = {name: norm for name, norm in norms.items() if not math.isfinite(norm) or (limit is not None and norm > limit)}
+        if not self.cfg.enabled or not bad:
+            self.state["skips"] = 0
             return True
         self.state["skips"] += 1
+        name, norm = next(iter(bad.items()))
         if self.state["skips"] >= self.cfg.max_skips:
             self.event(step, "grad_norm", norm, limit, "rolling back", f"{self.state['skips']} optimizer steps in a row were bad ({name})")
             raise RollBack("grad_norm", before=step - 1, lr_factor=self.cfg.rollback_lr_factor)

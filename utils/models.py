@@ -523,7 +523,7 @@ def add_reward_adapter(model: nn.Module, path: str, adapter: str) -> ScalarHead:
     if not heads:
         raise UserError(f"{path} is a LoRA folder without a score head, so not a reward model; see train_reward.py")
     score = weights.pop(heads[0])
-    config.task_type, config.modules_to_save, config.inference_mode = "CAUSAL_LM", None, False
+    config.task_type, config.modules_to_save, config.inference_mode, config.lora_dropout = "CAUSAL_LM", None, False, 0.0
     model.add_adapter(adapter, config)
     result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
     places = [p for n, p in model.named_parameters() if f".{adapter}." in n]
@@ -566,8 +566,8 @@ def merged_state_dict(model: nn.Module, adapter: str | None, keep: bool = True) 
     return merged
 
 
-def save_model(model: nn.Module, state: dict[str, Tensor], tokenizer, folder: Path) -> None:
-    """Write a plain Hugging Face folder (safetensors), whole or not at all."""
+def save_model(model: nn.Module, state: dict[str, Tensor], tokenizer, folder: Path, more: dict[str, dict[str, Tensor]] | None = None) -> None:
+    """Write a plain Hugging Face folder (safetensors), whole or not at all; `more`: file name -> further tensors beside it."""
     quiet_in_logs()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     generation = getattr(base, "generation_config", None)
@@ -579,10 +579,20 @@ def save_model(model: nn.Module, state: dict[str, Tensor], tokenizer, folder: Pa
     with replacing(folder) as temporary:
         base.save_pretrained(temporary, state_dict=state)
         tokenizer.save_pretrained(temporary)
+        save_tensors(temporary, more or {})
 
 
-def save_adapter(model, adapter: str, folder: Path, head: Tensor | None = None) -> None:
-    """Write one adapter as a peft folder, with a one-output `score` head where given."""
+def save_tensors(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
+    from safetensors.torch import save_file
+
+    for name, tensors in files.items():
+        save_file(tensors, folder / name)
+
+
+def save_adapter(
+    model, adapter: str, folder: Path, head: Tensor | None = None, more: dict[str, dict[str, Tensor]] | None = None
+) -> None:
+    """Write one adapter as a peft folder, with a one-output `score` head where given; `more` as for save_model."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -597,6 +607,7 @@ def save_adapter(model, adapter: str, folder: Path, head: Tensor | None = None) 
     with replacing(folder) as temporary:
         config.save_pretrained(temporary)
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_tensors(temporary, more or {})
     config.task_type, config.modules_to_save = task, modules
 
 
@@ -608,9 +619,12 @@ def replacing(folder: Path):
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     yield temporary
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        os.replace(folder, old)
     os.replace(temporary, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_stats(path: str) -> dict | None:
