@@ -483,10 +483,16 @@ def read_excluded(files: list[str]) -> set[str]:
     """Ids and prompts (as JSON) of the objects in JSONL files."""
     excluded = set()
     for place, raw in (line for file in files for line in read_source(file, Hub())):
+        if isinstance(raw, BadRow):  # such as a last line that a killed run left half-written
+            print(f"{place}: {raw.reason}, left out of exclude", flush=True)
+            continue
         if not isinstance(raw, dict) or not ("id" in raw or "prompt" in raw):
             raise UserError(f"{place}: exclude needs objects with an id or a prompt (a list of messages)")
         excluded |= {raw["id"]} if "id" in raw else set()
-        excluded |= {json.dumps(raw["prompt"])} if "prompt" in raw else set()
+        try:
+            excluded |= {json.dumps(as_messages(raw["prompt"], "prompt"))} if "prompt" in raw else set()
+        except BadRow as bad:
+            raise UserError(f"{place}: {bad.detail}") from None
     return excluded
 
 
@@ -529,7 +535,7 @@ def prepare(cfg: DataConfig) -> dict:
                 if row["id"] in seen:
                     raise BadRow("duplicate", "the same row stood before")
             except BadRow as bad:
-                if cfg.on_bad_row == "error":
+                if cfg.on_bad_row == "error" and bad.reason != "excluded":
                     raise UserError(f"{place}: {bad.reason}: {bad.detail}; --on_bad_row skip drops such rows") from None
                 dropped[bad.reason] += 1
                 if len(examples.setdefault(bad.reason, [])) < EXAMPLES_PER_REASON:

@@ -579,10 +579,9 @@ def update(
             order = torch.randperm(len(rollouts), generator=generator).tolist()
             for start in range(0, len(order), cfg.ppo_mini_batch_size):
                 rows = order[start : start + cfg.ppo_mini_batch_size]
-                values = mini_batch_step(rows, rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards)
-                if guards is not None and not seen:
-                    guards.check_first(step, values["policy/approx_kl"])
-                seen.append(values)
+                seen.append(mini_batch_step(
+                    rows, rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards, first=not seen
+                ))
         if guards is not None and guards.cfg.enabled:  # nothing above has seen the last update's effect
             guards.check_update(step, update_kl(rows, rollouts, tensors, model, cfg, pad_id, accelerator), last=True)
     except SkipRest as skipped:
@@ -602,9 +601,10 @@ def micro_batches(rows: list[int], rollouts, tensors, cfg: PPOConfig, pad_id: in
 
 
 def mini_batch_step(
-    rows: list[int], rollouts, tensors, model, optimizer, cfg: PPOConfig, step: int, pad_id: int, accelerator, kl_coef: float, guards
+    rows: list[int], rollouts, tensors, model, optimizer, cfg: PPOConfig, step: int, pad_id: int, accelerator, kl_coef: float,
+    guards: Guards | None, first: bool = False,
 ) -> dict[str, float]:
-    """One optimizer step on `rows`; returns token-weighted metrics of the whole mini-batch."""
+    """One optimizer step on `rows`; returns token-weighted metrics of the whole mini-batch. first: of the step."""
     world, algorithm = accelerator.num_processes, cfg.algorithm
     total_tokens = int(tensors["mask"][rows].sum())
     warming_up = step <= cfg.critic.warmup_steps
@@ -639,6 +639,8 @@ def mini_batch_step(
 
     try:
         if guards is not None:
+            if first:
+                guards.check_first(step, metrics["policy/approx_kl"])
             guards.check_update(step, metrics["policy/approx_kl"])
         norms = {}
         for name, parameters in unwrap(model).groups().items():
@@ -711,11 +713,11 @@ def train(cfg: PPOConfig) -> list[dict]:
     start_trackers(accelerator, cfg)
 
     state = new_state(cfg)
-    if cfg.resume:
-        state |= load_checkpoint(folder, accelerator, model, optimizer, set(state), cfg.resume == "partial") or {}
+    restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), cfg.resume == "partial") if cfg.resume else None
+    state |= restored or {}
     guards = Guards(cfg.guards, folder, state, is_main)
     metrics = Metrics(folder, accelerator, state["step"])
-    if cfg.guards.enabled and state["step"] == 0:  # there must always be something to go back to
+    if cfg.guards.enabled and restored is None:  # there must always be something to go back to
         save_checkpoint(folder, accelerator, model, optimizer, state, cfg.keep_last)
     if is_main:
         describe(cfg, roles, len(rows), total_steps, world, device, trained)
@@ -826,17 +828,18 @@ def roll_back(
     The change is written back to the checkpoint, so that a run killed after it does not try the same again.
     """
     rollbacks, step = state["rollbacks"] + 1, state["step"] + 1
-    restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), before=problem.before)
+    restored = new_state(cfg) | load_checkpoint(folder, accelerator, model, optimizer, set(), before=problem.before)
     metrics.keep(restored["step"])
     if rollbacks > cfg.guards.max_rollbacks:
         guards.event(step, "max_rollbacks", rollbacks, cfg.guards.max_rollbacks, "stopping", f"{problem} was crossed again")
-        good = folder / "checkpoints" / step_name(restored["step"])
+        place = folder / "checkpoints" / step_name(restored["step"])
+        word = "good " if restored["step"] <= problem.before else ""
         length = f"--total_steps {restored['step']}" + (" --total_epochs null" if cfg.total_epochs is not None else "")
         more = f" (--resume auto {length} writes it to final/)" if restored["step"] else ", the start"
         write_report(folder, guards.is_main)
         accelerator.wait_for_everyone()
         raise RunStopped(
-            f"guards.max_rollbacks {cfg.guards.max_rollbacks} is used up at step {step}; the last good checkpoint is {good}{more}"
+            f"guards.max_rollbacks {cfg.guards.max_rollbacks} is used up at step {step}; the last {word}checkpoint is {place}{more}"
         )
     if problem.kl_factor != 1:  # on top of what earlier roll-backs raised
         kl_coef = max(restored["kl_coef"], state["kl_coef"])
@@ -873,9 +876,12 @@ def check_config(cfg: PPOConfig) -> None:
     if algorithm.adv_estimator != "gae":
         default = AlgorithmConfig()
         idle = [f"algorithm.{key}" for key in ("gamma", "lam", "whiten_rewards", "value_clip") if getattr(algorithm, key) != getattr(default, key)]
-        idle += [f"critic.{f.name}" for f in dataclasses.fields(CriticConfig) if getattr(cfg.critic, f.name) != getattr(CriticConfig(), f.name)]
+        idle += [
+            f"critic.{f.name}" for f in dataclasses.fields(CriticConfig)
+            if f.name != "kind" and getattr(cfg.critic, f.name) != getattr(CriticConfig(), f.name)  # recipes set the kind
+        ]
         if idle:
-            raise UserError(f"{', '.join(idle)} has no effect with algorithm.adv_estimator {algorithm.adv_estimator}, which has no critic; remove it")
+            raise UserError(f"{', '.join(idle)} has no effect with algorithm.adv_estimator {algorithm.adv_estimator}, which has no critic; leave it at its default")
         if cfg.rollout.n < 2:
             raise UserError(f"algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: set rollout.n to 2 or more")
     if cfg.critic.kind == "adapter" and cfg.lora is None and algorithm.adv_estimator == "gae":

@@ -104,7 +104,7 @@ def test_every_option_is_described(config, capsys):
         (["--algorithm.clip_ratio_c", "1.1"], r"clip_ratio_c must be above 1 \+ clip_ratio"),
         (["--score.clip", "0"], "score.clip must be above 0"),
         (["--algorithm.adv_estimator", "rloo"], "set rollout.n to 2"),
-        (["--algorithm.adv_estimator", "grpo", "--rollout.n", "2", "--algorithm.lam", "1", "--critic.kind", "shared"], "algorithm.lam, critic.kind has no effect"),
+        (["--algorithm.adv_estimator", "grpo", "--rollout.n", "2", "--algorithm.lam", "1", "--critic.kind", "shared", "--critic.lr", "1"], "algorithm.lam, critic.lr has no effect"),
         (["--critic.kind", "shared", "--critic.path", "x"], "critic.path has no effect"),
         (["--guards.enabled", "true"], "guards.enabled needs checkpoints"),
         (["--guards.enabled", "true", "--save_every", "1", "--keep_last", "1"], "keep_last to 2"),

@@ -238,6 +238,19 @@ def test_split_is_by_prompt(tmp_path, tiny):
     assert sum(in_test_split(messages(f"p{i}"), 0, 0.3) for i in range(10_000)) == pytest.approx(3000, abs=150)
 
 
+def test_excluded_rows_are_left_out_by_id_or_prompt(tmp_path, tiny):
+    """In strict mode too, for they are no bad rows; a half-written last line is passed over; other objects are refused."""
+    rows = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
+    ids = {row["prompt"][0]["content"]: row["id"] for row in run(tmp_path, rows, tiny)[1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": ids["q0"]}) + "\n" + json.dumps({"prompt": [{"content": "q2", "role": "user"}]}) + '\n{"id": "')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "q3"}))
+    report, kept = run(tmp_path, rows, tiny, on_bad_row="error", exclude=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    assert report["dropped"] == {"excluded": 3} and [row["prompt"] for row in kept] == [[user("q1")]]
+    (tmp_path / "c.jsonl").write_text('{"x": 1}')
+    with pytest.raises(UserError, match="c.jsonl:1: exclude needs objects with an id or a prompt"):
+        run(tmp_path, rows, tiny, exclude=str(tmp_path / "c.jsonl"))
+
+
 def test_output_is_what_datasets_and_a_second_run_expect(tmp_path, tiny):
     import datasets
 

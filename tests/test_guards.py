@@ -227,6 +227,15 @@ def test_rolling_back_never_deletes_the_last_checkpoint_and_adds_up(tiny, prefer
     assert [round(s["objective/kl_coef"], 6) for s in steps] == [0.05] * 5 + [0.2] * 3  # doubled twice
 
 
+def test_checkpoints_are_ordered_by_their_number(tmp_path):
+    from utils.checkpoint import checkpoints
+
+    for step in (999_999, 1_000_000, 20, 150_000):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".step_000030.tmp").mkdir()
+    assert [f.name for f in checkpoints(tmp_path)] == ["step_000020", "step_150000", "step_999999", "step_1000000"]
+
+
 def test_only_damaged_checkpoints_are_no_new_start(tiny, preferences, tmp_path):
     cfg = base_config(tiny, preferences, tmp_path / "run", save_every=2, total_steps=2)
     train(cfg)

@@ -468,6 +468,12 @@ def test_stages_run_under_accelerate_launch(tiny, preferences, tmp_path, config,
     assert [s["step"] for s in steps] == [1, 2] and steps[0]["objective/kl"] == 0
     assert (tmp_path / "ppo" / "final" / "model.safetensors").exists() and (tmp_path / "ppo" / "checkpoints" / "step_000002").is_dir()
     assert json.loads((tmp_path / "ppo" / "run.json").read_text())["world_size"] == ranks
+    assert (tmp_path / "ppo" / "report.html").read_text().count("<svg") == 1
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "ppo" / "tensorboard"))
+    board.Reload()
+    assert board.Tags()["tensors"] == ["samples/text_summary"] and {"objective/kl", "critic/explained_variance", "eval/score_mean"} <= set(board.Tags()["scalars"])
 
 
 def test_resume_under_zero3_is_bit_equal_and_its_checkpoint_opens_in_one_process(tiny, preferences, tmp_path):

@@ -39,7 +39,7 @@ def save_checkpoint(output_dir: Path, accelerator, model, optimizer, state: dict
             hashes = {name: file_hash(temporary / name) for name in (WEIGHTS, OPTIMIZER)}
             write_json(temporary / STATE, {"state": state, "sha256": hashes})
         found = checkpoints(output_dir)
-        later = [f for f in found if f.name > folder.name]  # damaged, or of a course that was left
+        later = [f for f in found if step_of(f) > state["step"]]  # damaged, or of a course that was left
         for old in [*later, *[f for f in found if f not in later][:-keep_last]]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
@@ -123,7 +123,11 @@ def zero3_state(parameter: torch.nn.Parameter) -> dict[str, Tensor]:
 def checkpoints(output_dir: Path) -> list[Path]:
     """Checkpoint folders, oldest first."""
     folders = Path(output_dir, "checkpoints").glob("step_*")
-    return sorted(f for f in folders if re.fullmatch(r"step_\d+", f.name))
+    return sorted((f for f in folders if re.fullmatch(r"step_\d+", f.name)), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def read_checkpoint(folder: Path) -> dict | None:
@@ -151,8 +155,9 @@ def load_checkpoint(
 
     found: list = [None, None, False]
     if accelerator.is_main_process:
-        folders, last = checkpoints(output_dir), step_name(10**9 if before is None else before)
-        order = [f for f in reversed(folders) if f.name <= last] + [f for f in folders if f.name > last]
+        folders = checkpoints(output_dir)
+        good = [f for f in folders if before is None or step_of(f) <= before]
+        order = [*reversed(good), *folders[len(good) :]]
         read = ((folder, read_checkpoint(folder)) for folder in order)
         found = [*next((pair for pair in read if pair[1] is not None), (None, None)), bool(folders)]
     folder, state, some = broadcast_object_list(found)
@@ -181,7 +186,7 @@ def load_checkpoint(
         accelerator.print(f"resumed from {folder}" + (f" without {', '.join(missing)}" if missing else ""))
     elif accelerator.is_main_process:
         for later in checkpoints(output_dir):
-            if later.name > folder.name:
+            if step_of(later) > step_of(folder):
                 shutil.rmtree(later)
     accelerator.wait_for_everyone()
     return state

@@ -110,7 +110,7 @@ class Guards:
                 self._write_suspicious(step, metrics["objective/score_mean"], std, rollouts, rows)
             self._warn(
                 step, "reward_std", crossed, std, limit, "the scores scatter; the outliers stand in suspicious.jsonl, to leave their prompts out: "
-                f"python prepare_data.py --config {data}/config.yaml --exclude {self.folder / 'suspicious.jsonl'} --output_dir NEW",
+                f"python prepare_data.py --config {data}/config.yaml --exclude+ {self.folder / 'suspicious.jsonl'} --output_dir NEW",
             )
 
     def _warn(self, step: int, guard: str, crossed: bool, value: float, limit: float, message: str) -> None:
