@@ -317,12 +317,13 @@ def test_pad_equal_to_eos_masks_the_padding_only():
     assert batch["response_mask"][0].int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
 
 
-def test_a_constant_large_reward_does_no_harm(tiny, preferences, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_constant_large_reward_does_no_harm(tiny, preferences, tmp_path, dtype):
     cfg = base_config(
         tiny, preferences, tmp_path / "run", total_steps=6, critic=CriticConfig(warmup_steps=2), lr=1e-3,
         reward_model=RewardConfig(style="function", function="test_ppo:constant"),
     )
-    steps = train(cfg)
+    steps = train(dataclasses.replace(cfg, model=ModelConfig(tiny, dtype=dtype)))
     assert steps[1]["objective/kl_per_token"] == 0 and steps[2]["objective/kl_per_token"] == 0  # warm-up left the policy alone
     assert steps[-1]["objective/kl_per_token"] < 0.05 and steps[-1]["critic/loss"] < steps[0]["critic/loss"]
 
