@@ -217,10 +217,10 @@ def weights_of(folder):
     return {str(f.relative_to(folder)): load_file(f) for f in sorted(Path(folder).rglob("*.safetensors")) if "checkpoints" not in str(f)}
 
 
-@pytest.mark.parametrize("variant", ["adapter", "full separate", "grpo"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_resume_is_bit_equal(tiny, preferences, tmp_path, variant):
     settings = dict(VARIANTS[variant])
-    control = KLControl("moving_average" if variant == "grpo" else "adaptive", target_kl=0.01, horizon=40)
+    control = KLControl("moving_average" if "grpo" in variant else "adaptive", target_kl=0.01, horizon=40)
     settings["algorithm"] = dataclasses.replace(settings.get("algorithm", AlgorithmConfig()), kl_ctrl=control)
     cfg = base_config(tiny, preferences, tmp_path / "straight", save_every=2, score=ScoreConfig(normalize=True), **settings)
     straight = train(cfg)
