@@ -482,7 +482,10 @@ def print_example(row: dict, kind: str, tokenizer) -> None:
 def read_excluded(files: list[str]) -> set[str]:
     """Ids and prompts (as JSON) of the objects in JSONL files."""
     excluded = set()
-    for place, raw in (line for file in files for line in read_source(file, Hub())):
+    for file in files:
+        if not Path(file).is_file():
+            raise UserError(f"exclude {file} is not a file")
+    for place, raw in (line for file in files for line in read_file(file)):
         if isinstance(raw, BadRow):  # such as a last line that a killed run left half-written
             print(f"{place}: {raw.reason}, left out of exclude", flush=True)
             continue

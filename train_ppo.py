@@ -582,7 +582,7 @@ def update(
                 seen.append(mini_batch_step(
                     rows, rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards, first=not seen
                 ))
-        if guards is not None and guards.cfg.enabled:  # nothing above has seen the last update's effect
+        if guards is not None and guards.cfg.enabled and guards.cfg.update_kl is not None:  # nothing above has seen the last update's effect
             guards.check_update(step, update_kl(rows, rollouts, tensors, model, cfg, pad_id, accelerator), last=True)
     except SkipRest as skipped:
         seen.append(skipped.metrics)

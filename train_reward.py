@@ -64,8 +64,8 @@ class RewardTrainConfig:
     """steps between checkpoints; 0 = none"""
     log_every: int = 5
     """steps between lines on the terminal"""
-    resume: Literal["auto", "partial"] | None = None
-    """auto: go on from the newest checkpoint of output_dir, or start. partial: the same, where the checkpoint lacks something"""
+    resume: Literal["auto"] | None = None
+    """auto: go on from the newest checkpoint of output_dir, or start"""
     overwrite: bool = False
     """replace the output of an earlier run"""
     report_to: Literal["tensorboard", "wandb", "trackio", "none"] = "tensorboard"
@@ -277,7 +277,7 @@ def train(cfg: RewardTrainConfig) -> dict:
     start_trackers(accelerator, cfg)
 
     # 2. resume
-    state = load_checkpoint(folder, accelerator, model, optimizer, {"step"}, cfg.resume == "partial") if cfg.resume else None
+    state = load_checkpoint(folder, accelerator, model, optimizer, {"step"}) if cfg.resume else None
     first_step = state["step"] if state else 0
     steps = math.ceil(cfg.epochs * math.ceil(len(pairs) / cfg.train_batch_size))
     metrics = Metrics(folder, accelerator, first_step)

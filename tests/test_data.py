@@ -247,6 +247,8 @@ def test_excluded_rows_are_left_out_by_id_or_prompt(tmp_path, tiny):
     report, kept = run(tmp_path, rows, tiny, on_bad_row="error", exclude=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
     assert report["dropped"] == {"excluded": 3} and [row["prompt"] for row in kept] == [[user("q1")]]
     (tmp_path / "c.jsonl").write_text('{"x": 1}')
+    with pytest.raises(UserError, match="exclude suspicious is not a file"):  # a mistyped name is not looked up on the hub
+        run(tmp_path, rows, tiny, exclude="suspicious")
     with pytest.raises(UserError, match="c.jsonl:1: exclude needs objects with an id or a prompt"):
         run(tmp_path, rows, tiny, exclude=str(tmp_path / "c.jsonl"))
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from conftest import ROOT
 from test_models import CPU, ppo_config, stir
 from test_ppo import base_config, given_rollouts, weights_of
 from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, mini_batch_step, new_state, train, update
+from utils.checkpoint import load_checkpoint
 from utils.config import RunStopped, UserError, to_dict
 from utils.guards import GuardConfig, Guards, RollBack, SkipRest
 from utils.rewards import RewardConfig
@@ -240,9 +242,21 @@ def test_only_damaged_checkpoints_are_no_new_start(tiny, preferences, tmp_path):
     cfg = base_config(tiny, preferences, tmp_path / "run", save_every=2, total_steps=2)
     train(cfg)
     (tmp_path / "run" / "checkpoints" / "step_000002" / "state.json").write_text("")
-    with pytest.raises(UserError, match="every checkpoint under .* is damaged"):
+    with pytest.raises(UserError, match="no checkpoint under .* can be read"):
         train(dataclasses.replace(cfg, resume="auto", total_steps=3))
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2  # nothing was lost
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(UserError, match="no checkpoint under .* can be read"):
+        load_checkpoint(tmp_path / "run", Accelerator(cpu=True), None, None, set(), before=1)
+
+
+def test_without_a_limit_on_update_kl_no_forward_is_spent_on_it(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_ppo, "update_kl", lambda *args: pytest.fail("a forward for nothing"))
+    cfg = ppo_config(tiny, train_batch_size=8, ppo_mini_batch_size=8, ppo_epochs=1)
+    model = build_roles(cfg, CPU)
+    rows = given_rollouts(cfg, model)
+    optimizer = torch.optim.SGD(model.trainable().values(), lr=0.1)
+    update(rows, experience(rows, cfg, 0.1)[0], model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1, guards(tmp_path, update_kl=None))
 
 
 def test_steps_that_were_all_skipped_can_be_gone_on_from(tiny, preferences, tmp_path):

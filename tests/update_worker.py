@@ -10,10 +10,11 @@ import torch
 
 from test_models import ppo_config, stir
 from test_ppo import given_rollouts
-from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, update
+from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, new_state, update
 from train_reward import RewardTrainConfig, build_model, optimizer_step
 from utils.checkpoint import trained_parameters, training_state
 from utils.config import LoraOptions, ModelConfig
+from utils.guards import GuardConfig, Guards
 from utils.launch import load_device, prepare, start_accelerator
 
 
@@ -21,7 +22,15 @@ def result(model, optimizer, metrics):
     return {"metrics": metrics, "weights": {n: training_state(p, optimizer)["weight"] for n, p in trained_parameters(model).items()}}
 
 
-def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, **changes):
+class FirstIsBad(Guards):
+    """Skips the first optimizer step of the run."""
+
+    def gradients_are_good(self, step, norms):
+        self.state["skips"] += 1
+        return self.state["skips"] > 1
+
+
+def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, skip: bool = False, **changes):
     cfg = ppo_config(
         tiny, train_batch_size=8, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=1, critic=critic,
         **{"algorithm": AlgorithmConfig(entropy_coef=0.1)} | changes,
@@ -34,8 +43,9 @@ def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, *
     optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3, weight_decay=0.0) if adam else torch.optim.SGD(groups, lr=0.1)
     model, optimizer = prepare(accelerator, model, optimizer, 1)
     tensors, _ = experience(rows, cfg, 0.1)
+    guards = FirstIsBad(GuardConfig(), Path("."), new_state(cfg), False) if skip else None
     for step in range(1, steps + 1):
-        metrics = update(rows, tensors, model, optimizer, cfg, step, 0, accelerator, 0.1)
+        metrics = update(rows, tensors, model, optimizer, cfg, step, 0, accelerator, 0.1, guards)
     return result(model, optimizer, metrics)
 
 
@@ -68,6 +78,7 @@ if __name__ == "__main__":
         ),
         "checkpointing": ppo(accelerator, CriticConfig(), model=ModelConfig(tiny, dtype="float32", gradient_checkpointing=True)),
         "warm-up": ppo(accelerator, CriticConfig("shared", warmup_steps=1), adam=True, steps=3),
+        "skipped": ppo(accelerator, CriticConfig(), adam=True, skip=True),
         "reward": reward(accelerator, LoraOptions(r=4)),
         "reward full": reward(accelerator, None),
     }

@@ -134,7 +134,7 @@ def read_checkpoint(folder: Path) -> dict | None:
     """The state of a checkpoint, or None if it is damaged."""
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        if all(file_hash(folder / name) == digest for name, digest in content["sha256"].items()):
+        if content["state"]["step"] == step_of(folder) and all(file_hash(folder / name) == digest for name, digest in content["sha256"].items()):
             return content["state"]
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -148,7 +148,8 @@ def load_checkpoint(
     """Restore the newest whole checkpoint in place and return its state; None if there is none.
 
     wanted: keys that the state must have, unless `partial`. before: the newest step to take, or else the oldest that can be
-    read; later checkpoints are deleted then. All ranks call it. Raises UserError where there are only damaged ones.
+    read; later checkpoints are deleted then. All ranks call it. Raises UserError where there are only damaged ones, or none
+    with `before`.
     """
     from accelerate.utils import broadcast_object_list
     from safetensors import safe_open
@@ -161,8 +162,8 @@ def load_checkpoint(
         read = ((folder, read_checkpoint(folder)) for folder in order)
         found = [*next((pair for pair in read if pair[1] is not None), (None, None)), bool(folders)]
     folder, state, some = broadcast_object_list(found)
-    if folder is None and some:
-        raise UserError(f"every checkpoint under {Path(output_dir, 'checkpoints')} is damaged; choose another output_dir, or --overwrite true")
+    if folder is None and (some or before is not None):
+        raise UserError(f"no checkpoint under {Path(output_dir, 'checkpoints')} can be read; choose another output_dir, or --overwrite true")
     if folder is None:
         return None
     parameters = trained_parameters(model)
