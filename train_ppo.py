@@ -369,8 +369,12 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
         source = dataclasses.replace(cfg.model, path=cfg.critic.path or cfg.model.path)
         if cfg.critic.path and load_tokenizer(cfg.critic.path).get_vocab() != load_tokenizer(cfg.model.path).get_vocab():
             raise UserError(f"critic.path {cfg.critic.path} has another vocabulary than the policy, so it cannot read the policy's tokens")
-        critic = new_reward_model(source, device, cfg.seed, dtype if cfg.lora else torch.float32)
-        start_head = critic.score if cfg.critic.path else None
+        trunk_dtype = dtype if cfg.lora else torch.float32
+        if cfg.critic.path:
+            critic = load_reward_model(source, device, trunk_dtype)
+            start_head = critic.score
+        else:
+            critic = new_reward_model(source, device, cfg.seed, trunk_dtype)
         critic.score = torch.nn.Identity()  # the value head of RoleModel takes its place
         models["critic"] = add_lora(critic, cfg.lora, "critic", cfg.seed + 1, task=None) if cfg.lora else critic.requires_grad_(True)
         roles["critic"] = ("critic", "critic" if cfg.lora else None)

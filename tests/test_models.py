@@ -419,6 +419,13 @@ def test_a_critic_can_start_from_a_reward_model(tiny, reward_folders, tmp_path, 
     assert (tmp_path / "out" / "critic" / "value_head.safetensors").exists()
 
 
+@pytest.mark.parametrize("kind, message", [("separate", "without a score head"), ("adapter", "is not a LoRA of")])
+def test_a_critic_cannot_start_from_a_language_model(tiny, kind, message):
+    """Its head would be drawn at random, and the first values with it."""
+    with pytest.raises(UserError, match=message):
+        build_roles(ppo_config(tiny, critic=CriticConfig(kind, path=tiny)), CPU)
+
+
 def test_dropout_of_a_loaded_adapter_is_off(tiny, reward_folders, tmp_path):
     shutil.copytree(reward_folders["adapter"][0], tmp_path / "reward")
     config = json.loads((tmp_path / "reward" / "adapter_config.json").read_text())
