@@ -7,6 +7,7 @@ Writes `final/`, a one-output AutoModelForSequenceClassification folder (or a Lo
 `final/reward_stats.json`, which says what its scores mean.
 """
 
+import copy
 import math
 import time
 from dataclasses import dataclass, field
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import LoraOptions, ModelConfig, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage, write_json
-from utils.data import encode_prompt, encode_response, load_rows, show
+from utils.data import encode_dialogues, encode_responses, load_rows, show
 from utils.launch import (
     accumulating, backward, clip_grad_norm, gather_lists, load_device, prepare, split_for_rank, start_accelerator, step_optimizer, unwrap, whole,
 )
+from utils.loader import Batches
 from utils.models import (
     adapter_base, add_lora, arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model,
     save_adapter, save_model, score_at_end, start_checkpointing, template_fingerprint, write_stats,
@@ -125,42 +127,36 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def encode_pairs(rows: list[dict], tokenizer, positions: int | None) -> list[dict]:
-    """Rows -> {id, chosen, rejected, margin} with ids of prompt + response + eos; equal pairs are left out."""
-    pairs, equal = [], 0
-    for row in progress_bar(rows, "encoding", unit="pairs"):
-        prompt = encode_prompt(tokenizer, row["prompt"])
-        pair = {"id": row["id"], "margin": row["margin"]}
+    """Rows -> {id, chosen, rejected, margin} with ids of prompt + response + eos; pairs whose ids are equal are left out."""
+    if not rows:
+        return []
+    prompts = encode_dialogues(tokenizer, [row["prompt"] for row in rows])
+    sides = [encode_responses(tokenizer, [row[name] for row in rows]) for name in ("chosen", "rejected")]
+    pairs = []
+    for row, prompt, chosen, rejected in zip(rows, prompts, *sides):
+        pair = {"id": row["id"], "margin": row["margin"], "chosen": prompt + chosen, "rejected": prompt + rejected}
         for name in ("chosen", "rejected"):
-            pair[name] = prompt + encode_response(tokenizer, row[name])
             if positions is not None and len(pair[name]) > positions:
                 raise UserError(
                     f"row {row['id']}: {name} with its prompt has {len(pair[name])} tokens, the model has {positions} "
                     "positions; prepare the data with lower max_prompt_length or max_response_length"
                 )
-        if pair["chosen"] == pair["rejected"]:
-            equal += 1
-        else:
+        if chosen != rejected:
             pairs.append(pair)
-    if equal:
-        print(f"left out {equal} pairs whose tokens are equal", flush=True)
-    if not pairs:
-        raise UserError("no pairs are left to train on")
     return pairs
 
 
-def batch_pairs(pairs: list[dict], pad_id: int, device) -> dict[str, Tensor]:
-    """Pairs -> (2B, S) ids and mask, chosen rows first, and margins (B,)."""
+def batch_pairs(pairs: list[dict], pad_id: int) -> dict:
+    """B pairs -> their ids, input_ids and attention_mask (2B, S), chosen rows first, and margins (B,)."""
     ids, mask = pad_rows([p["chosen"] for p in pairs] + [p["rejected"] for p in pairs], pad_id, torch.long)
     margin = torch.tensor([p["margin"] or 0.0 for p in pairs])
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "margin": margin.to(device)}
+    return {"ids": [p["id"] for p in pairs], "input_ids": ids, "attention_mask": mask, "margin": margin}
 
 
-def step_pairs(pairs: list[dict], step: int, batch_size: int, seed: int) -> list[dict]:
-    """The pairs of one optimizer step: each epoch is a new seeded order, and its last batch may be smaller."""
-    per_epoch = math.ceil(len(pairs) / batch_size)
-    epoch, position = divmod(step, per_epoch)
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-    return [pairs[i] for i in order[position * batch_size : (position + 1) * batch_size].tolist()]
+def micro_batches(pairs: list[dict], pad_id: int, size: int) -> list[dict]:
+    """Pairs, longest first, in batches of at most `size`: equal lengths together leave little padding."""
+    ordered = sorted(pairs, key=lambda p: -max(len(p["chosen"]), len(p["rejected"])))
+    return [batch_pairs(ordered[i : i + size], pad_id) for i in range(0, len(ordered), size)]
 
 
 # ------------------------------------------------------------------------------------------------------ model
@@ -219,8 +215,8 @@ def score_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, ac
     with progress_bar(label="evaluating", unit="pairs", total=len(mine)) as bar:
         for start in range(0, math.ceil(len(pairs) / world), micro_batch_size):
             part = mine[start : start + micro_batch_size]
-            batch = batch_pairs([pair for _, pair in part] or pairs[:1], pad_id, accelerator.device)
-            scores = model(batch["input_ids"], batch["attention_mask"]).cpu()
+            batch = batch_pairs([pair for _, pair in part] or pairs[:1], pad_id)
+            scores = model(batch["input_ids"].to(accelerator.device), batch["attention_mask"].to(accelerator.device)).cpu()
             results += [(i, scores[k].item(), scores[k + len(part)].item()) for k, (i, _) in enumerate(part)]
             bar.update(len(part))
     results = sorted(gather_lists(results))
@@ -260,12 +256,18 @@ def train(cfg: RewardTrainConfig) -> dict:
 
     # 1. data and model
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
-    train_rows, test_rows = (load_rows(cfg.data, split, ("preference",)) for split in ("train", "test"))
+    test_rows = load_rows(cfg.data, "test", ("preference",))
     with accelerator.main_process_first():
         model = build_model(cfg, device, load_device(accelerator))
-    positions = max_positions(model.base)
-    pairs = encode_pairs(train_rows[: cfg.max_pairs], tokenizer, positions)
+    positions, pad_id, micro = max_positions(model.base), tokenizer.pad_token_id, cfg.micro_batch_size_per_gpu
     test_pairs = encode_pairs(test_rows, tokenizer, positions)
+    if not test_pairs:
+        raise UserError(f"the tokens of all {len(test_rows)} test pairs are equal, so none is left to evaluate on")
+    own = copy.deepcopy(tokenizer)  # the loader's thread must not share one with this thread
+    loader = Batches(
+        cfg.data, "train", ("preference",), cfg.train_batch_size, lambda rows: micro_batches(encode_pairs(rows, own, positions), pad_id, micro),
+        seed=cfg.seed, rank=accelerator.process_index, world=world, limit=cfg.max_pairs,
+    )
     if is_main:
         open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
         record_run(folder, cfg)
@@ -279,43 +281,51 @@ def train(cfg: RewardTrainConfig) -> dict:
     # 2. resume
     state = load_checkpoint(folder, accelerator, model, optimizer, {"step"}) if cfg.resume else None
     first_step = state["step"] if state else 0
-    steps = math.ceil(cfg.epochs * math.ceil(len(pairs) / cfg.train_batch_size))
+    steps = math.ceil(cfg.epochs * loader.per_epoch)
     metrics = Metrics(folder, accelerator, first_step)
     if is_main:
         print(
-            f"{len(pairs)} train pairs, {len(test_pairs)} test pairs; {steps} steps of {cfg.train_batch_size} pairs on {world} "
-            f"rank(s); {trained:,} trained weights; {str(unwrap(model).dtype).removeprefix('torch.')} on {device}"
+            f"{loader.rows} train pairs, {len(test_pairs)} test pairs; {steps} steps of {cfg.train_batch_size} pairs on {world} "
+            f"rank(s); {trained:,} trained weights; {str(unwrap(model).dtype).removeprefix('torch.')} on {device}",
+            flush=True,
         )
-        print(show(f"first pair, chosen:   {tokenizer.decode(pairs[0]['chosen'])}"))
-        print(show(f"first pair, rejected: {tokenizer.decode(pairs[0]['rejected'])}"), flush=True)
 
     # 3. train
     bar = progress_bar(label="reward", unit="step", total=steps, initial=first_step)
-    clock = time.time()
-    for step in range(first_step, steps):
-        batch = step_pairs(pairs, step, cfg.train_batch_size, cfg.seed)
+    clock, seen, used = time.time(), 0, 0
+    batches = loader.start(first_step)
+    for step, batch in zip(range(first_step, steps), batches):
+        if is_main and step == first_step and batch:
+            ids, mask = batch[0]["input_ids"], batch[0]["attention_mask"]
+            for name, row in (("chosen:  ", 0), ("rejected:", len(ids) // 2)):
+                print(show(f"first pair, {name} {tokenizer.decode(ids[row][mask[row]])}"), flush=True)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, cfg.lr)
-        values = optimizer_step(model, optimizer, batch, tokenizer.pad_token_id, cfg, accelerator)
+        values = optimizer_step(model, optimizer, batch, cfg, accelerator)
         values |= {"lr": learning_rate(step, steps, cfg.lr), "memory/peak_gb": peak_memory_gb(device)}
         done = step + 1
+        seen += min(cfg.train_batch_size, loader.rows - step % loader.per_epoch * cfg.train_batch_size)
+        used += values["pairs"]
         if cfg.eval_every and done % cfg.eval_every == 0 and done < steps:
-            result = evaluate_pairs(model, test_pairs, tokenizer.pad_token_id, cfg.micro_batch_size_per_gpu, accelerator)
+            result = evaluate_pairs(model, test_pairs, pad_id, micro, accelerator)
             values |= {f"eval/{k}": v for k, v in result.items() if k != "accuracy_ci95"}
         metrics.log(done, values)
         bar.update(1)
         if is_main and (done % cfg.log_every == 0 or done == steps):
             eta = remaining(done - first_step, steps - first_step, time.time() - clock)
-            print(
-                f"step {done}/{steps}  loss {values['loss']:.4f}  accuracy {values['accuracy']:.3f}  "
-                f"margin {values['margin']:+.3f}  grad norm {values['grad_norm']:.2f}  left {eta}", flush=True,
-            )
+            numbers = "loss {loss:.4f}  accuracy {accuracy:.3f}  margin {margin:+.3f}  grad norm {grad_norm:.2f}" if values["pairs"] else "no pairs"
+            print(f"step {done}/{steps}  {numbers.format(**values)}  left {eta}", flush=True)
         if cfg.save_every and (done % cfg.save_every == 0):
             save_checkpoint(folder, accelerator, model, optimizer, {"step": done}, keep_last=2)
     bar.close()
+    batches.close()
+    if seen and not used:
+        raise UserError(f"the tokens of all {seen} training pairs are equal, so none was left to train on")
+    if is_main and used < seen:
+        print(f"left out {seen - used} of {seen} pairs, whose tokens are equal", flush=True)
 
     # 4. evaluate and save
-    result = evaluate_pairs(model, test_pairs, tokenizer.pad_token_id, cfg.micro_batch_size_per_gpu, accelerator)
+    result = evaluate_pairs(model, test_pairs, pad_id, micro, accelerator)
     save_final(unwrap(model), tokenizer, cfg, folder / "final", is_main)
     if is_main:
         result["template_fingerprint"] = template_fingerprint(tokenizer)
@@ -333,8 +343,8 @@ def train(cfg: RewardTrainConfig) -> dict:
 
 
 def check_config(cfg: RewardTrainConfig) -> None:
-    for name in ("train_batch_size", "micro_batch_size_per_gpu", "log_every"):
-        if getattr(cfg, name) < 1:
+    for name in ("train_batch_size", "micro_batch_size_per_gpu", "log_every", "max_pairs"):
+        if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
             raise UserError(f"{name} must be at least 1")
     if cfg.epochs <= 0 or cfg.lr < 0 or cfg.seed < 0:
         raise UserError("epochs must be above 0, lr and seed not negative")
@@ -344,37 +354,38 @@ def check_config(cfg: RewardTrainConfig) -> None:
         raise UserError("save_format adapter needs lora; with lora null the whole model is trained and saved")
 
 
-def optimizer_step(model, optimizer, batch: list[dict], pad_id: int, cfg: RewardTrainConfig, accelerator) -> dict[str, float]:
-    """One update from the pairs of all ranks; the gradient is that of the mean loss over all of them.
+def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig, accelerator) -> dict[str, float]:
+    """One update from this rank's micro-batches (perhaps none) and those of the others: the gradient of the mean loss over all pairs.
 
-    Each rank takes its share in micro-batches. Ranks with fewer repeat a pair at weight 0, so that all run the
-    same number of forwards.
+    Ranks with fewer micro-batches run a pair of one token at weight 0, so that all run the same number of forwards.
+    Without a pair on any rank nothing is updated, and `pairs` of the result is 0.
     """
-    world, micro = accelerator.num_processes, cfg.micro_batch_size_per_gpu
-    ordered = sorted(batch, key=lambda p: -max(len(p["chosen"]), len(p["rejected"])))
-    mine = ordered[accelerator.process_index :: world]
-    rounds = math.ceil(math.ceil(len(batch) / world) / micro)
-    sums = torch.zeros(3, device=accelerator.device)
+    device = accelerator.device
+    mine = torch.tensor([[sum(len(batch["ids"]) for batch in batches), len(batches)]], device=device)
+    counts = accelerator.gather(mine)  # (W, 2)
+    pairs, rounds = counts[:, 0].sum().item(), counts[:, 1].max().item()
+    if not pairs:
+        return {"pairs": 0}
+    nothing = batch_pairs([{"id": "", "margin": None, "chosen": [0], "rejected": [0]}], 0) | {"ids": []}
+    sums = torch.zeros(3, device=device)
     for i in range(rounds):
-        part = mine[i * micro : (i + 1) * micro]
-        weight = len(part) / len(batch) * world  # ranks' gradients are averaged
-        inputs = batch_pairs(part or ordered[:1], pad_id, accelerator.device)
+        batch = batches[i] if i < len(batches) else nothing
+        input_ids, mask, margin = (batch[name].to(device, non_blocking=True) for name in ("input_ids", "attention_mask", "margin"))
+        weight = len(batch["ids"]) / pairs * accelerator.num_processes  # ranks' gradients are averaged
         last = i == rounds - 1
         with accumulating(accelerator, model, last):
-            scores = model(inputs["input_ids"], inputs["attention_mask"])
-            chosen, rejected = scores.chunk(2)
-            loss, info = bradley_terry_loss(chosen, rejected, inputs["margin"])
+            chosen, rejected = model(input_ids, mask).chunk(2)
+            loss, info = bradley_terry_loss(chosen, rejected, margin)
             if cfg.centering_coef:
                 loss = loss + cfg.centering_coef * ((chosen + rejected) ** 2).mean()
             if not torch.isfinite(loss):
-                ids = ", ".join(pair["id"] for pair in part)
-                raise UserError(f"the loss is {loss.item()}; rows {ids}; lower lr or use model.dtype float32")
+                raise UserError(f"the loss is {loss.item()}; rows {', '.join(batch['ids'])}; lower lr or use model.dtype float32")
             backward(accelerator, model, loss * weight, last)
-        sums += torch.stack([loss.detach(), info["accuracy"], info["margin"]]) * len(part)
+        sums += torch.stack([loss.detach(), info["accuracy"], info["margin"]]) * len(batch["ids"])
     grad_norm = clip_grad_norm(accelerator, [p for p in model.parameters() if p.requires_grad], cfg.max_grad_norm)
     step_optimizer(accelerator, model, optimizer)
-    loss, accuracy, margin = (accelerator.reduce(sums, "sum") / len(batch)).tolist()
-    return {"loss": loss, "accuracy": accuracy, "margin": margin, "grad_norm": grad_norm}
+    loss, accuracy, margin = (accelerator.reduce(sums, "sum") / pairs).tolist()
+    return {"loss": loss, "accuracy": accuracy, "margin": margin, "grad_norm": grad_norm, "pairs": pairs}
 
 
 def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Path, is_main: bool = True) -> None:

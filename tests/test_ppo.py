@@ -20,9 +20,10 @@ from train_ppo import (
     AlgorithmConfig, CriticConfig, KLControl, PPOConfig, RolloutConfig, ScoreConfig, add_logprobs_and_values, build_roles, experience, prompt_order,
     train, update,
 )
-from train_reward import RewardTrainConfig, build_model, optimizer_step, step_pairs
+from train_reward import RewardTrainConfig, build_model, encode_pairs, micro_batches, optimizer_step
 from train_reward import train as train_reward_model
 from utils.config import LoraOptions, ModelConfig, UserError, to_dict
+from utils.data import load_rows
 from utils.guards import GuardConfig
 from utils.rewards import RewardConfig
 from utils.tracking import read_metrics
@@ -368,8 +369,6 @@ def test_controllers_reach_their_target_and_keep_it(tiny, preferences, tmp_path,
 
 
 def test_reward_update_does_not_depend_on_micro_batch_size(tiny, preferences):
-    from train_reward import encode_pairs
-    from utils.data import load_rows
     from utils.models import load_tokenizer
 
     pairs = encode_pairs(load_rows(preferences, "train", ("preference",))[:10], load_tokenizer(tiny), 256)
@@ -379,19 +378,12 @@ def test_reward_update_does_not_depend_on_micro_batch_size(tiny, preferences):
         model = build_model(cfg, CPU)
         stir(model, 0.1)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        values = optimizer_step(model, optimizer, pairs, pad_id, cfg, Accelerator(cpu=True))
+        values = optimizer_step(model, optimizer, micro_batches(pairs, pad_id, micro), cfg, Accelerator(cpu=True))
         results.append((values, [p.detach().clone() for p in model.parameters() if p.requires_grad]))
     for values, weights in results[1:]:
         assert values == pytest.approx(results[0][0], abs=1e-5)
         for a, b in zip(weights, results[0][1]):
             close(a, b)
-
-
-def test_each_epoch_of_pairs_is_whole():
-    pairs = [{"id": i} for i in range(7)]
-    seen = [p["id"] for step in range(3) for p in step_pairs(pairs, step, 3, 0)]
-    assert sorted(seen) == list(range(7)) and len(step_pairs(pairs, 2, 3, 0)) == 1
-    assert [p["id"] for p in step_pairs(pairs, 3, 3, 0)] != seen[:3]
 
 
 def test_separable_pairs_are_learned_and_resume_is_bit_equal(tiny, preferences, tmp_path):
@@ -458,7 +450,7 @@ def test_stages_run_under_accelerate_launch(tiny, preferences, tmp_path, config,
         "--micro_batch_size_per_gpu", 4, "--lr", "5e-3", "--epochs", 2, "--save_format", "adapter",
     )
     stats = json.loads((tmp_path / "reward" / "final" / "reward_stats.json").read_text())
-    assert stats["n"] == 22 and stats["accuracy"] == 1.0
+    assert stats["n"] == len(load_rows(preferences, "test", ("preference",))) > 15 and stats["accuracy"] == 1.0
     out = launch(
         config, ROOT / "train_ppo.py", "--model.path", tiny, "--data", preferences, "--output_dir", tmp_path / "ppo", "--reward_model.path",
         tmp_path / "reward" / "final", "--total_steps", 2, "--train_batch_size", 8, "--ppo_mini_batch_size", 4, "--ppo_micro_batch_size_per_gpu", 2,

@@ -11,7 +11,7 @@ import torch
 from test_models import ppo_config, stir
 from test_ppo import given_rollouts
 from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, new_state, update
-from train_reward import RewardTrainConfig, build_model, optimizer_step
+from train_reward import RewardTrainConfig, build_model, micro_batches, optimizer_step
 from utils.checkpoint import trained_parameters, training_state
 from utils.config import LoraOptions, ModelConfig
 from utils.guards import GuardConfig, Guards
@@ -50,7 +50,7 @@ def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, s
 
 
 def reward(accelerator, lora: LoraOptions | None):
-    """Seven pairs: with two ranks and micro-batches of two, one rank runs a pair short."""
+    """Seven pairs in micro-batches of two: the first of two ranks has two of them, so one round, the other five and three rounds."""
     cfg = RewardTrainConfig(model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", lora=lora, micro_batch_size_per_gpu=2)
     model = build_model(cfg, accelerator.device, load_device(accelerator))
     stir(model, 0.1 if lora else 0.02)
@@ -60,7 +60,8 @@ def reward(accelerator, lora: LoraOptions | None):
     ]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = prepare(accelerator, model, optimizer, 2)
-    metrics = optimizer_step(model, optimizer, pairs, 0, cfg, accelerator)
+    mine = pairs if accelerator.num_processes == 1 else [pairs[:2], pairs[2:]][accelerator.process_index]
+    metrics = optimizer_step(model, optimizer, micro_batches(mine, 0, 2), cfg, accelerator)
     return result(model, optimizer, metrics)
 
 

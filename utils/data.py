@@ -1,4 +1,4 @@
-"""Reading what prepare_data.py wrote, and the one function that turns a dialogue into token ids."""
+"""Reading what prepare_data.py wrote, and the functions that turn a dialogue into token ids: all stages use these."""
 
 import json
 from pathlib import Path
@@ -12,20 +12,33 @@ COLUMNS = {
 }
 
 
-def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
-    """Chat template with the assistant's header, exactly one bos for models that have one, as ids."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+def encode_dialogues(tokenizer, dialogues: list[list[dict]]) -> list[list[int]]:
+    """Chat template with the assistant's header, exactly one bos for models that have one, as ids; one list a dialogue.
+
+    Neighbouring texts never meet inside a token: a response is encoded apart from its prompt, everywhere.
+    """
+    texts = tokenizer.apply_chat_template(dialogues, tokenize=False, add_generation_prompt=True)
+    rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
     bos = tokenizer.bos_token_id
-    if bos is not None and tokenizer("x").input_ids[:1] == [bos] and ids[:1] != [bos]:
-        ids = [bos, *ids]
-    return ids
+    if bos is not None and tokenizer("x").input_ids[:1] == [bos]:
+        rows = [ids if ids[:1] == [bos] else [bos, *ids] for ids in rows]
+    return rows
+
+
+def encode_responses(tokenizer, texts: list[str]) -> list[list[int]]:
+    """Finished responses as ids: the text, in which special tokens count as plain text, and eos."""
+    rows = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False).input_ids
+    return [[*ids, tokenizer.eos_token_id] for ids in rows]
+
+
+def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
+    """One dialogue as ids; see `encode_dialogues`."""
+    return encode_dialogues(tokenizer, [messages])[0]
 
 
 def encode_response(tokenizer, text: str) -> list[int]:
-    """A finished response as ids: its text, in which special tokens count as plain text, and eos."""
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    return [*ids, tokenizer.eos_token_id]
+    """One finished response as ids; see `encode_responses`."""
+    return encode_responses(tokenizer, [text])[0]
 
 
 def decode_response(tokenizer, ids: list[int]) -> str:
@@ -40,19 +53,7 @@ def load_rows(folder: str, split: str, kinds: tuple[str, ...]) -> list[dict]:
     """
     import pyarrow.parquet
 
-    path = Path(folder)
-    if not path.is_dir():
-        raise UserError(f"data folder {folder} does not exist; prepare_data.py writes one")
-    files = sorted(path.glob(f"{split}-*.parquet"))
-    if not files:
-        raise UserError(f"data folder {folder} has no {split}-*.parquet; prepare_data.py writes it")
-    kind = folder_kind(folder)
-    if kind not in kinds:
-        raise UserError(f"data folder {folder} holds {kind}; this needs {' or '.join(kinds)} (prepare_data.py --kind)")
-    rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
-    if not rows:
-        raise UserError(f"data folder {folder} has no {split} rows; see its report.json")
-    return rows
+    return [row for file in split_files(folder, split, kinds) for row in pyarrow.parquet.read_table(file).to_pylist()]
 
 
 def load_prompts(folder: str, split: str) -> list[dict]:
@@ -103,3 +104,20 @@ def show(text: str) -> str:
 
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def split_files(folder: str, split: str, kinds: tuple[str, ...]) -> list[str]:
+    """Files of one split of a folder that prepare_data.py wrote; UserError as for `load_rows`."""
+    import pyarrow.parquet
+
+    if not Path(folder).is_dir():
+        raise UserError(f"data folder {folder} does not exist; prepare_data.py writes one")
+    files = [str(file) for file in sorted(Path(folder).glob(f"{split}-*.parquet"))]
+    if not files:
+        raise UserError(f"data folder {folder} has no {split}-*.parquet; prepare_data.py writes it")
+    kind = folder_kind(folder)
+    if kind not in kinds:
+        raise UserError(f"data folder {folder} holds {kind}; this needs {' or '.join(kinds)} (prepare_data.py --kind)")
+    if not any(pyarrow.parquet.read_metadata(file).num_rows for file in files):
+        raise UserError(f"data folder {folder} has no {split} rows; see its report.json")
+    return files

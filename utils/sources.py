@@ -1,0 +1,485 @@
+"""Raw data files of any common type, read in chunks that a worker process can turn into rows.
+
+JSON (array or lines), CSV, TSV, each plain, .gz or .zst; Parquet, Arrow, HDF5; folders and globs of these; folders
+that `datasets` saved; hub names. One chunk is in memory at a time.
+"""
+
+import csv
+import glob
+import gzip
+import io
+import json
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from utils.config import UserError
+
+CHUNK_ROWS = 1000
+CHUNK_BYTES = 4_000_000
+SIDECARS = ("report.json", "run.json", "state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dropped.jsonl", "contradicted.jsonl", "coverage.jsonl")  # about data
+TEXT_TYPES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz", ".zst"))
+ARROW_TYPES = (".arrow", ".feather")
+HDF5_TYPES = (".h5", ".hdf5")
+SUFFIXES = (*TEXT_TYPES, ".parquet", *ARROW_TYPES, *HDF5_TYPES)
+
+
+class BadRow(Exception):
+    """A row that cannot be used: (reason to count it under, detail)."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+class TextRow(dict):
+    """A row of a format without nesting (CSV, HDF5): numbers, lists and messages may stand in it as text."""
+
+
+@dataclass
+class Chunk:
+    """Some rows of one file, raw, so that parsing them can happen in another process.
+
+    data: JSON lines as bytes, or an Arrow table, or a list of (place, row) with places inside the file.
+    """
+
+    file: str
+    first: int
+    data: object
+    share: float = 0.0
+    """of the file's bytes, for the progress bar"""
+
+    def rows(self) -> Iterator[tuple[str, object]]:
+        """Yield (place, row); a row that cannot be parsed comes as its BadRow."""
+        if isinstance(self.data, list) and self.data and isinstance(self.data[0], bytes):
+            for number, line in enumerate(self.data, self.first):
+                yield from parse_line(self.file, number, line)
+        elif isinstance(self.data, list):
+            for place, row in self.data:
+                yield (f"{self.file}:{place}" if self.file else place), row
+        else:
+            try:
+                rows = self.data.to_pylist()
+            except UnicodeDecodeError:  # Arrow does not look into its texts
+                rows = [one_row(self.data.slice(i, 1)) for i in range(self.data.num_rows)]
+            for number, row in enumerate(rows, self.first):
+                yield f"{self.file}:{number}", row
+
+
+def one_row(table) -> "dict | BadRow":
+    try:
+        return table.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return BadRow("broken_row", f"not UTF-8 at byte {error.start + 1} of a text")
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where in a hub dataset to read."""
+
+    name: str | None = None
+    """configuration of the dataset, such as `main`"""
+    data_dir: str | None = None
+    """folder of the dataset, such as `harmless-base`"""
+    split: str | None = None
+    """default: train; also chooses the split of a folder that `datasets` saved"""
+    revision: str | None = None
+    """commit or tag, for runs that can be repeated"""
+    streaming: bool = False
+    """read while downloading and keep nothing on disk, for sets larger than the disk"""
+
+
+def is_local(source: str) -> bool:
+    return Path(source).exists() or bool(glob.glob(source, recursive=True))
+
+
+def is_saved(source: str) -> bool:
+    """A folder that `datasets` wrote with save_to_disk."""
+    return any((Path(source) / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def source_files(source: str) -> list[str]:
+    """Local files of a file, folder or glob; empty for a hub name. Raises UserError when there can be none."""
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(str(f) for f in path.rglob("*") if f.name.endswith(SUFFIXES) and f.name not in SIDECARS and not f.name.startswith("."))
+        if not files and not is_saved(source):
+            raise UserError(f"source folder {source} has no {', '.join(SUFFIXES)} files")
+        return files
+    files = [source] if path.is_file() else sorted(glob.glob(source, recursive=True))
+    for file in files:
+        if not file.endswith(SUFFIXES):
+            raise UserError(f"{file}: unknown file type; known are {', '.join(SUFFIXES)}")
+    if not files and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.endswith(SUFFIXES)):
+        raise UserError(f"source {source} does not exist, and no file matches it")
+    return files
+
+
+def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
+    """Chunks of a file, a folder, a glob or a hub name, in a fixed order."""
+    if is_saved(source):
+        yield from read_saved(source, hub)
+        return
+    files = source_files(source)
+    for file in files:
+        yield from read_file(file)
+    if not files:
+        yield from read_hub(source, hub)
+
+
+def read_file(file: str) -> Iterator[Chunk]:
+    """Chunks of one local file."""
+    if file.endswith((".parquet", *ARROW_TYPES)):
+        yield from read_arrow(file)
+    elif file.endswith(HDF5_TYPES):
+        yield from read_hdf5(file)
+    else:
+        yield from read_text(file)
+
+
+# ------------------------------------------------------------------------------------------------ text files
+
+
+def read_text(file: str) -> Iterator[Chunk]:
+    size = max(1, Path(file).stat().st_size)
+    kind = file.removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[1]
+    done = 0
+    try:
+        with open(file, "rb") as raw:
+            stream = unpacked(file, raw)
+            start = stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+            if kind in ("csv", "tsv"):
+                chunks = csv_chunks(file, stream, "\t" if kind == "tsv" else ",")
+            elif start == b"[":
+                chunks = array_chunks(file, stream)
+            else:
+                chunks = line_chunks(file, stream, kind == "json")
+            for chunk in chunks:
+                position = raw.tell()
+                chunk.share, done = (position - done) / size, position
+                yield chunk
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{file}: cannot be read ({error})") from None
+
+
+def unpacked(file: str, raw) -> io.BufferedReader:
+    if file.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
+    if file.endswith(".zst"):
+        import pyarrow as pa
+
+        return io.BufferedReader(_Readable(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")), 1 << 20)
+    return raw
+
+
+class _Readable(io.RawIOBase):
+    """What io.BufferedReader needs of a stream that only reads."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        data = self.stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def line_chunks(file: str, stream, whole_allowed: bool) -> Iterator[Chunk]:
+    """Lines end at \\n alone, so that U+2028 inside a text does not split a row.
+
+    whole_allowed: a .json file may also be one object over several lines, which holds the rows in a list.
+    """
+    number = 1
+    while True:
+        lines, size = [], 0
+        while len(lines) < CHUNK_ROWS and size < CHUNK_BYTES and (line := stream.readline()):
+            lines.append(line)
+            size += len(line)
+        if not lines:
+            return
+        if number == 1:
+            lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
+            first = next((line.strip() for line in lines if line.strip()), b"")
+            if whole_allowed and first.startswith(b"{") and isinstance(next(parse_line("", 1, first))[1], BadRow):
+                yield from object_chunks(file, b"".join(lines) + stream.read())
+                return
+        yield Chunk(file, number, lines)
+        number += len(lines)
+
+
+def parse_line(file: str, number: int, line: bytes) -> Iterator[tuple[str, object]]:
+    place = f"{file}:{number}"
+    try:
+        text = line.decode("utf-8").strip()
+        if text:
+            yield place, json.loads(text)
+    except UnicodeDecodeError as error:
+        yield place, BadRow("broken_row", f"not UTF-8 at byte {error.start + 1}")
+    except json.JSONDecodeError as error:
+        yield f"{place}:{error.colno}", BadRow("broken_row", error.msg)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        yield place, BadRow("broken_row", str(error).split(";")[0])
+
+
+def object_chunks(file: str, data: bytes) -> Iterator[Chunk]:
+    """A file that is one object: one row, or the rows in the only list of objects that it holds."""
+    value = load_whole(file, data)
+    lists = [(k, v) for k, v in value.items() if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)] if isinstance(value, dict) else []
+    conversations = ("prompt", "chosen", "rejected", "messages", "conversations", "completions", "responses", "summaries", "answers")
+    if len(lists) == 1 and lists[0][0] not in conversations:
+        name, rows = lists[0]
+        for start in range(0, len(rows), CHUNK_ROWS):
+            yield Chunk(file, start + 1, [(f"{name}[{i}]", row) for i, row in enumerate(rows[start : start + CHUNK_ROWS], start)])
+    else:
+        yield Chunk(file, 1, [("row 1", value)])
+
+
+def load_whole(file: str, data: bytes):
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 at byte {error.start}; convert the file") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}:{error.colno}: {error.msg}; neither JSON lines nor one whole JSON value") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def array_chunks(file: str, stream) -> Iterator[Chunk]:
+    """Elements of a JSON array, one chunk of text in memory at a time; after an error nothing can be trusted."""
+    decoder = json.JSONDecoder()
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    buffer, end, lines, number, rows, size = "", False, 1, 1, [], 0
+    position, inside, comma = 0, False, False
+
+    def fail(message: str):
+        line = lines + buffer.count("\n", 0, position)
+        column = position - buffer.rfind("\n", 0, position)
+        return UserError(f"{file}:{line}:{column}: {message}; a JSON array must be whole (JSON lines can have broken rows)")
+
+    while True:
+        position = re.compile(r"[ \t\r\n]*").match(buffer, position).end()
+        character = buffer[position : position + 1]
+        if not character and not end:
+            pass  # more text
+        elif not inside:
+            inside, position = True, position + 1
+            continue
+        elif character == "]":
+            if buffer[position + 1 :].strip() or text.read().strip():
+                position += 1
+                raise fail("text after the array")
+            break
+        elif character == "," and comma:
+            position, comma = position + 1, False
+            continue
+        elif not character or comma:
+            raise fail("the array does not end" if not character else "expected , or ]")
+        else:
+            try:
+                row, after = decoder.raw_decode(buffer, position)
+                if after == len(buffer) and not end:  # a number may go on
+                    raise json.JSONDecodeError("", buffer, after)
+                size += after - position
+                rows.append((f"row {number}", row))
+                number, position, comma = number + 1, after, True
+                if len(rows) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+                    yield Chunk(file, number, rows)
+                    rows, size = [], 0
+                continue
+            except json.JSONDecodeError as error:
+                if end:
+                    position = error.pos
+                    raise fail(error.msg) from None
+            except (ValueError, RecursionError) as error:
+                raise fail(str(error).split(";")[0]) from None
+        lines += buffer.count("\n", 0, position)
+        try:  # read as much again as is waiting, so that a long row is not parsed again for each block
+            more = text.read(max(1 << 20, len(buffer) - position))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: not UTF-8 ({error.reason} near row {number}); convert the file") from None
+        buffer, position, end = buffer[position:] + more, 0, not more
+    if rows:
+        yield Chunk(file, number, rows)
+
+
+def csv_chunks(file: str, stream, delimiter: str) -> Iterator[Chunk]:
+    """Rows by the names in the first line; an empty cell is null. Cells may hold line breaks inside quotes."""
+    csv.field_size_limit(sys.maxsize)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")  # bad bytes are found later, by row
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    names = next(reader, None)
+    if not names or any(not name.strip() for name in names) or len(set(names)) < len(names):
+        raise UserError(f"{file}:1: expected one different name for each column in the first line, found {names}")
+
+    def rows():
+        while True:
+            start = reader.line_num + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                yield f"{start}", BadRow("broken_row", f"{error} (lines {start} to {reader.line_num})")
+                continue
+            if cells is None:
+                return
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                yield f"{start}", BadRow("broken_row", f"expected {len(names)} cells, found {len(cells)} (lines {start} to {reader.line_num})")
+                continue
+            yield f"{start}", TextRow({name: cell if cell != "" else None for name, cell in zip(names, cells)})
+
+    every, first = rows(), 1
+    while part := list(islice(every, CHUNK_ROWS)):
+        yield Chunk(file, first, part)
+        first += len(part)
+
+
+# ---------------------------------------------------------------------------------------------- binary files
+
+
+def read_arrow(file: str) -> Iterator[Chunk]:
+    """Parquet, or Arrow IPC in its file or stream form."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        first = 1
+        if file.endswith(".parquet"):
+            parquet = pyarrow.parquet.ParquetFile(file)
+            total, batches = parquet.metadata.num_rows, parquet.iter_batches(CHUNK_ROWS)
+        else:
+            with open(file, "rb") as stream:
+                is_file = stream.read(6) == b"ARROW1"
+            if is_file:
+                reader = pa.ipc.open_file(pa.memory_map(file))
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            else:
+                batches = pa.ipc.open_stream(pa.OSFile(file))
+            total = 0
+        for batch in batches:
+            for start in range(0, batch.num_rows, CHUNK_ROWS):
+                part = batch.slice(start, CHUNK_ROWS)
+                yield Chunk(file, first, part, part.num_rows / total if total else 0.0)
+                first += part.num_rows
+    except (OSError, pa.ArrowException) as error:
+        kind = "Parquet" if file.endswith(".parquet") else "Arrow"
+        raise UserError(f"{file}: not a readable {kind} file ({' '.join(str(error).split())})") from None
+
+
+def read_hdf5(file: str) -> Iterator[Chunk]:
+    for group, length in hdf5_tables(file):
+        for start in range(0, length, CHUNK_ROWS):
+            rows = read_hdf5_rows(file, group, start, min(start + CHUNK_ROWS, length))
+            places = [(f"{group.strip('/')}[{i}]" if group != "/" else f"row {i + 1}", row) for i, row in enumerate(rows, start)]
+            yield Chunk(file, start + 1, places, len(rows) / length)
+
+
+def hdf5_tables(file: str) -> list[tuple[str, int]]:
+    """(group, rows) of each group of a HDF5 file that has columns; its columns must be equally long."""
+    import h5py
+
+    tables: list[tuple[str, int]] = []
+    try:
+        with h5py.File(file, "r") as opened:
+            groups = [opened]
+            opened.visititems(lambda _, item: groups.append(item) if isinstance(item, h5py.Group) else None)
+            for group in groups:
+                lengths = {name: item.shape[0] for name, item in group.items() if isinstance(item, h5py.Dataset) and item.shape}
+                if len(set(lengths.values())) > 1:
+                    raise UserError(f"{file}: columns of {group.name} differ in length ({lengths}); one row needs one value of each")
+                if lengths:
+                    tables.append((group.name, next(iter(lengths.values()))))
+    except OSError as error:
+        raise UserError(f"{file}: not a readable HDF5 file ({error})") from None
+    if not tables:
+        raise UserError(f"{file}: has no columns (datasets with at least one dimension)")
+    return tables
+
+
+def read_hdf5_rows(file: str, group: str, start: int, stop: int) -> list[TextRow | BadRow]:
+    """Rows [start, stop) of one group. The file is opened here, so that every worker has its own handle."""
+    import h5py
+
+    columns: dict[str, list] = {}
+    with h5py.File(file, "r") as opened:
+        for name, item in opened[group].items():
+            if isinstance(item, h5py.Dataset) and item.shape:
+                values = item[start:stop]
+                if values.dtype.names:  # a compound type: a table of its own
+                    columns |= {field: [plain(v) for v in values[field]] for field in values.dtype.names}
+                else:
+                    columns[name] = [plain(v) for v in values]
+    rows: list[TextRow | BadRow] = []
+    for cells in zip(*columns.values()):
+        bad = next((name for name, cell in zip(columns, cells) if isinstance(cell, BadRow)), None)
+        row = dict(zip(columns, cells))
+        rows.append(TextRow(row) if bad is None else BadRow(row[bad].reason, f"{bad}: {row[bad].detail}"))
+    return rows
+
+
+def plain(value):
+    """An element of an HDF5 dataset as Python's own type: bytes are text, NUL padding is no part of it."""
+    if isinstance(value, bytes):
+        try:
+            return value.rstrip(b"\0").decode("utf-8")
+        except UnicodeDecodeError as error:
+            return BadRow("broken_row", f"not UTF-8 at byte {error.start + 1}")
+    if not hasattr(value, "tolist"):
+        return value
+    listed = value.tolist()
+    if isinstance(listed, list):
+        listed = [plain(v) for v in listed]
+        return next((v for v in listed if isinstance(v, BadRow)), listed)
+    return plain(listed) if isinstance(listed, bytes) else listed
+
+
+# ------------------------------------------------------------------------------------------------- datasets
+
+
+def read_saved(source: str, hub: Hub) -> Iterator[Chunk]:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(source)
+    except Exception as error:
+        raise UserError(f"source {source}: not readable as a folder that datasets saved ({first_line(error)})") from None
+    if isinstance(saved, datasets.DatasetDict):
+        split = hub.split or "train"
+        if split not in saved:
+            raise UserError(f"source {source} has the splits {', '.join(saved)}; choose one with --hub.split")
+        saved = saved[split]
+    yield from table_chunks(source, saved)
+
+
+def read_hub(name: str, hub: Hub) -> Iterator[Chunk]:
+    import datasets
+
+    split = hub.split or "train"
+    try:
+        rows = datasets.load_dataset(name, hub.name, data_dir=hub.data_dir, split=split, revision=hub.revision, streaming=hub.streaming)
+        yield from table_chunks(f"{name}[{split}]", rows)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises many kinds, all of which mean the same to the user
+        raise UserError(f"source {name}: neither a file here nor a readable hub dataset ({first_line(error)})") from None
+
+
+def table_chunks(name: str, rows) -> Iterator[Chunk]:
+    total = getattr(rows, "num_rows", 0)
+    first = 1
+    for table in rows.with_format("arrow").iter(CHUNK_ROWS):
+        yield Chunk(name, first, table, table.num_rows / total if total else 0.0)
+        first += table.num_rows
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
