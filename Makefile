@@ -21,6 +21,8 @@ test-slow: .venv/installed $(MODEL)
 
 bench: .venv/installed $(MODEL)
 	$(PY) benchmarks/ppo_step.py
+	$(PY) benchmarks/loader.py
+	$(PY) benchmarks/data.py
 
 .venv/installed: requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

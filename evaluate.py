@@ -20,12 +20,9 @@ import torch
 from utils.config import ModelConfig, UserError, check_output_dir, open_output_dir, record_run, run_stage, write_json, write_text
 from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.launch import gather_lists, split_for_rank, start_accelerator
-from utils.models import (
-    arithmetic, eos_ids, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, max_positions, project, score_at_end, trunk_of,
-)
-from utils.models import LOGITS_CHUNK
+from utils.models import LOGITS_CHUNK, arithmetic, eos_ids, last_hidden, load_causal_lm, load_tokenizer, max_positions, project
 from utils.report import curves_svg, figure_svg, new_figure, page, table
-from utils.rewards import RewardConfig, check_ground_truth, check_reward_config, function_scorer, model_scores, rule_scorer
+from utils.rewards import RewardConfig, check_ground_truth, check_reward_config, function_scorer, reward_model_scorer, rule_scorer
 from utils.rollout import generate
 from utils.tensors import pad_rows
 from utils.tracking import peak_memory_gb, progress_bar, read_metrics
@@ -222,19 +219,7 @@ def build_scorer(cfg: EvaluateConfig, device):
         return rule_scorer(cfg.reward_model.rule)
     if cfg.reward_model.style == "function":
         return function_scorer(cfg.reward_model.function)
-    model = load_reward_model(ModelConfig(cfg.reward_model.path, cfg.policy.dtype), device)
-    tokenizer = load_tokenizer(cfg.reward_model.path)
-
-    def forward(ids, mask):
-        with arithmetic([model], next(trunk_of(model).parameters()).dtype):
-            hidden = last_hidden(model, ids, mask)
-        return score_at_end(model.score, hidden, mask)
-
-    def scorer(prompts, responses, columns):
-        with progress_bar(label="scoring", unit="responses", total=len(prompts)) as bar:
-            return model_scores(forward, tokenizer, prompts, responses, cfg.micro_batch_size_per_gpu, device, max_positions(model), bar)
-
-    return scorer
+    return reward_model_scorer(cfg.reward_model.path, cfg.micro_batch_size_per_gpu, device, cfg.policy.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------ report

@@ -1,430 +1,530 @@
 """Stage 1: raw preferences, prompts or logged trajectories -> a Parquet folder and a data report.
 
     python prepare_data.py --source data/demo/preferences.jsonl --tokenizer MODEL --output_dir out/data
-    python prepare_data.py --config configs/gsm8k_data.yaml --source openai/gsm8k --hub.name main
+    python prepare_data.py --config configs/gsm8k_data.yaml
 
-Reads JSON, JSON lines (.gz too), Parquet, folders and globs of these, and hub names. Each row's shape is
-recognised: HH dialogues, prompt with two answers as text or messages, whole conversations on both sides,
-GSM8K, prompts with or without a known answer, and prompt-response-reward rows. Rows that cannot be used are
-dropped and counted by reason; lengths are measured in tokens after the chat template.
+Reads what utils/sources.py reads. Each source's shape is recognised and printed. Rows that cannot be used are dropped,
+counted by reason and listed in dropped.jsonl; lengths are measured in tokens after the chat template.
+
+Two passes, neither of which holds the data in memory. Workers turn chunks of raw rows into checked rows with keys, one
+file a chunk, so a run that was killed goes on where it was. Then the keys alone decide what no row can know of itself
+(duplicates, contradictions, the split), and the rows that are left are written.
 """
 
-import glob
-import gzip
 import hashlib
 import json
-import random
+import os
 import re
+import shutil
 import time
-import zlib
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from utils.config import UserError, open_output_dir, record_run, run_stage, write_json
-from utils.data import COLUMNS, encode_prompt, encode_response, show
+import numpy as np
+
+from utils.config import UserError, check_output_dir, record_run, run_stage, to_dict, write_json, write_text
+from utils.data import COLUMNS, encode_dialogues, encode_prompt, encode_response, encode_responses, folder_kind, show
+from utils.shapes import ANSWERS, USES, Columns, Shape, as_messages, convert, detect_shape, group_rows, to_json
+from utils.similarity import MINIMA, Groups, combine, hash64, one_byte, signatures, similarity, tfidf, word_rarity
+from utils.sources import BadRow, Chunk, Hub, is_local, is_saved, read_file, read_source, source_files
 from utils.tracking import progress_bar
 
 ROWS_PER_SHARD = 100_000
+ROWS_PER_GROUP = 1000
+WINDOW = 20  # chunks that are shuffled together
 EXAMPLES_PER_REASON = 3
-SIDECARS = ("report.json", "run.json", "state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # about data
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Names of your columns, where they are not the usual ones."""
+class Source:
+    """A source with a weight or a place on the hub of its own."""
 
-    prompt: str | None = None
-    """text, or a list of {role, content} messages; also found: question, instruction"""
-    chosen: str | None = None
-    """the preferred answer"""
-    rejected: str | None = None
-    """the other answer"""
-    margin: str | None = None
-    """by how much chosen is better, in reward units"""
-    response: str | None = None
-    """the logged answer; also found: completion, answer"""
-    reward: str | None = None
-    """the logged answer's reward"""
-    logprobs: str | None = None
-    """one log-probability (nats) a response token, from the policy that wrote it"""
-    ground_truth: str | None = None
-    """the right final answer, for rule rewards"""
-    reference: str | None = None
-    """a written reference answer"""
+    path: str
+    """file, folder, glob or hub name"""
+    weight: float = 1.0
+    """copies of each train row: 0.5 keeps a random half, 2 writes each row twice"""
+    hub: Hub | None = None
+    """where in this hub dataset to read; null = as the `hub` option says"""
 
 
 @dataclass(frozen=True)
-class Hub:
-    """Where in a hub dataset to read."""
+class Filter:
+    """Leave out train pairs that a trained reward model contradicts; they are written to contradicted.jsonl."""
 
-    name: str | None = None
-    """configuration of the dataset, such as `main`"""
-    data_dir: str | None = None
-    """folder of the dataset, such as `harmless-base`"""
-    split: str | None = None
-    """default: train"""
-    revision: str | None = None
-    """commit or tag, for runs that can be repeated"""
+    reward_model: str
+    """folder of a reward model that was trained on other pairs"""
+    min_probability: float = 0.05
+    """train pairs whose chosen answer is the better one with less probability than this, by the model's calibrated
+    scores, are left out; the test split stays as it is"""
+    micro_batch_size: int = 16
+    """answers a forward pass"""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How well the train prompts cover the prompts of a deployment; written to coverage.jsonl."""
+
+    prompts: str
+    """file of real user prompts, in any format that stage 1 reads"""
+    min_similarity: float = 0.5
+    """cosine of word counts, weighted by rarity (TF-IDF), from which a train prompt counts as a close neighbour"""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: str | list[str]
-    """files, folders, globs or hub names"""
+    source: str | Source | list[str | Source]
+    """files, folders, globs or hub names, each as text or as {path, weight, hub}"""
     tokenizer: str
     """model whose tokenizer and chat template measure the lengths: a folder, a .gguf file or a hub name"""
     output_dir: str
     """folder to write"""
     kind: Literal["preference", "prompts", "trajectories"] | None = None
-    """what the rows are; null = detected from the first row, and printed"""
+    """what to make of the rows; null = detected from the first row, and printed"""
+    eval_source: str | Source | list[str | Source] | None = None
+    """sources of the test split, in place of eval_fraction; train rows with one of their prompts are dropped"""
     max_prompt_length: int = 512
-    """tokens, inclusive; rows with a longer prompt are dropped"""
+    """tokens after the chat template, inclusive"""
     max_response_length: int = 256
-    """tokens with eos, inclusive; rows with a longer answer are dropped"""
-    eval_fraction: float = 0.05
-    """share of the prompts that becomes the test split; a prompt is never in both"""
+    """tokens with eos, inclusive"""
+    long_prompt: Literal["filter", "keep_last_turns"] = "filter"
+    """of a prompt over the limit: drop the row, or drop its oldest turns (never the system turn or the last one)"""
+    long_response: Literal["filter", "truncate"] = "filter"
+    """of an answer over the limit: drop the row, or cut the answer's end off"""
+    pairs: Literal["best_worst", "all"] | None = None
+    """pairs of several rated answers: the best against the worst (default), or all that differ"""
+    near_duplicates: float | None = 0.9
+    """a row is dropped if prompt and answers each share this part of their three-word runs with those of an earlier row, and
+    their numbers are the same; so is a train row whose prompt is that near to a test prompt. null = only equal ones"""
+    eval_fraction: float | None = None
+    """share of the prompts that becomes the test split (default 0.05); a prompt is never in both"""
     prompt_suffix: str = ""
     """appended to the last user turn, for example an instruction on the answer's form"""
     on_bad_row: Literal["skip", "error"] = "skip"
     """skip and count a row that cannot be used, or stop at the first"""
     exclude: str | list[str] | None = None
     """JSONL files of objects with an `id` or a `prompt`, such as a PPO run's suspicious.jsonl: those rows are left out"""
+    filter: Filter | None = None
+    """noise filter by a trained reward model; null = none"""
+    coverage: Coverage | None = None
+    """comparison with the prompts of a deployment; null = none"""
+    workers: int | None = None
+    """processes that parse and tokenize; null = one for each core. The output does not depend on it"""
     seed: int = 0
-    """decides which prompts are held out"""
+    """decides which prompts are held out, and the order of the train rows"""
+    refresh: bool = False
+    """add what is new to an earlier output: its rows, their ids and their split stay as they are"""
     overwrite: bool = False
     """replace the output of an earlier run"""
     columns: Columns = field(default_factory=Columns)
     hub: Hub = field(default_factory=Hub)
 
 
-class BadRow(Exception):
-    """A row that cannot be used: (reason to count it under, detail)."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(reason)
-        self.reason, self.detail = reason, detail
+# ------------------------------------------------------------------------------------------- lengths in tokens
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-def read_source(source: str, hub: Hub) -> Iterator[tuple[str, object]]:
-    """Yield (place, row) for each row of a source; a broken row yields its BadRow instead."""
-    path = Path(source)
-    if path.is_dir():
-        files = sorted(str(f) for f in path.rglob("*") if f.name.endswith(SUFFIXES) and f.name not in SIDECARS)
-        if not files:
-            raise UserError(f"source folder {source} has no {', '.join(SUFFIXES)} files")
-    elif path.is_file():
-        files = [source]
-    else:
-        files = sorted(glob.glob(source, recursive=True))
-    if files:
-        for file in files:
-            yield from read_file(file)
-    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not source.endswith(SUFFIXES):
-        yield from read_hub(source, hub)
-    else:
-        raise UserError(f"source {source} does not exist, and no file matches it")
-
-
-def read_file(file: str) -> Iterator[tuple[str, object]]:
-    if file.endswith(".parquet"):
-        import pyarrow.parquet
-
-        try:
-            number = 0
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1000):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}:{number}", row
-        except (OSError, pyarrow.ArrowException) as error:
-            raise UserError(f"{file}: not a readable Parquet file ({' '.join(str(error).split())})") from None
-        return
-    if not file.endswith(SUFFIXES):
-        raise UserError(f"{file}: unknown file type; known are {', '.join(SUFFIXES)}")
-    open_file = gzip.open if file.endswith(".gz") else open
+def encode_rows(rows: list[dict], kind: str, tokenizer) -> list[dict | BadRow]:
+    """Ids of each row as training will see them: {prompt, chosen, ...}; a row that the template refuses comes as its BadRow."""
+    names = ANSWERS[kind]
     try:
-        with open_file(file, "rb") as stream:
-            first = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-        with open_file(file, "rb") as stream:
-            if first == b"[":
-                yield from read_json_array(file, stream.read())
+        prompts = encode_dialogues(tokenizer, [row["prompt"] for row in rows])
+    except Exception:  # templates raise their own errors, for example on a role that they do not know
+        prompts = []
+        for row in rows:
+            try:
+                prompts.append(encode_prompt(tokenizer, row["prompt"]))
+            except Exception as error:
+                prompts.append(BadRow("refused_by_template", (str(error).strip() or type(error).__name__).splitlines()[0]))
+    answers = encode_responses(tokenizer, [row[name] for row in rows for name in names]) if names else []
+    return [
+        ids if isinstance(ids, BadRow) else {"prompt": ids} | dict(zip(names, answers[i * len(names) : (i + 1) * len(names)]))
+        for i, ids in enumerate(prompts)
+    ]
+
+
+def shorten_prompt(row: dict, tokenizer, limit: int) -> list[int] | None:
+    """Drop the oldest turns until the prompt fits; a system turn stays, and the rest begins with a user turn."""
+    system = [m for m in row["prompt"][:1] if m["role"] == "system"]
+    turns = row["prompt"][len(system) :]
+    for start in range(1, len(turns)):
+        if turns[start]["role"] == "user":
+            ids = encode_prompt(tokenizer, [*system, *turns[start:]])
+            if len(ids) <= limit:
+                keep_raw(row, "prompt", row["prompt"])
+                row["prompt"] = [*system, *turns[start:]]
+                return ids
+    return None
+
+
+def shorten_answer(row: dict, name: str, tokenizer, limit: int) -> list[int]:
+    """Cut the end off, so that the text and eos have at most `limit` tokens and no character is cut in two."""
+    text = row[name]
+    spans = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)["offset_mapping"]
+    for keep in range(limit - 1, 0, -1):
+        cut = text[: spans[keep - 1][1]].rstrip()
+        ids = encode_response(tokenizer, cut)
+        if len(ids) <= limit:
+            keep_raw(row, name, text)
+            row[name] = cut
+            return ids
+    raise BadRow("empty_response", f"{name} has no token left of {limit} with eos")
+
+
+def keep_raw(row: dict, name: str, value) -> None:
+    metadata = json.loads(row["metadata"]) if row["metadata"] else {}
+    metadata.setdefault("_raw", {}).setdefault(name, value)
+    row["metadata"] = to_json(metadata)
+
+
+def check_lengths(row: dict, ids: dict, kind: str, tokenizer, cfg: DataConfig) -> list[str]:
+    """Bring a row within the limits, or raise BadRow; returns what was shortened. `ids` are updated."""
+    changed = []
+    n = len(ids["prompt"])
+    if n > cfg.max_prompt_length:
+        shorter = shorten_prompt(row, tokenizer, cfg.max_prompt_length) if cfg.long_prompt == "keep_last_turns" else None
+        if shorter is None:
+            raise BadRow("prompt_too_long", f"{n} tokens, limit {cfg.max_prompt_length}")
+        ids["prompt"] = shorter
+        changed.append("prompt")
+    for name in ANSWERS[kind]:
+        n = len(ids[name])
+        if n > cfg.max_response_length:
+            if cfg.long_response == "filter":
+                raise BadRow("response_too_long", f"{name} has {n} tokens, limit {cfg.max_response_length}")
+            ids[name] = shorten_answer(row, name, tokenizer, cfg.max_response_length)
+            changed.append(name)
+    if kind == "preference" and ids["chosen"] == ids["rejected"]:
+        cut = set(changed) & {"chosen", "rejected"}
+        raise BadRow("equal_after_truncation" if cut else "equal_answers", "chosen and rejected are the same tokens")
+    if kind == "trajectories" and row["logprobs"] is not None:
+        if "response" in changed:
+            row["logprobs"] = row["logprobs"][: len(ids["response"]) - 1]
+        elif len(row["logprobs"]) not in (len(ids["response"]), len(ids["response"]) - 1):
+            raise BadRow("logprobs_length", f"{len(row['logprobs'])} logprobs for {len(ids['response'])} response tokens with eos")
+    return changed
+
+
+# -------------------------------------------------------------------------------------- keys and near duplicates
+
+
+def prompt_key(prompt: list[dict]) -> int:
+    """Equal for prompts that differ only in case and white space."""
+    text = "\0".join(f"{m['role']} {m['content']}" for m in prompt)
+    return hash64(" ".join(text.casefold().split()))
+
+
+BANDS = 8
+
+
+def row_keys(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
+    """What is compared between rows: prompts, subjects with their labels, near-duplicate bands and signatures.
+
+    A subject is what a label is given to: a prompt with two answers (the label: which is better), or a prompt (the label:
+    its right answer). Near rows must share their numbers too, for another number makes another sum.
+    """
+    fields = {"preference": ("chosen", "rejected"), "trajectories": ("response",), "prompts": ("reference",)}[kind]
+    prompts = [json.dumps(row["prompt"], ensure_ascii=False) for row in rows]
+    subject, label = [], []
+    for row, prompt in zip(rows, prompts):
+        if kind == "preference":
+            subject.append(hash64(prompt, *sorted((row["chosen"], row["rejected"]))))
+            label.append(int(row["chosen"] < row["rejected"]))
+        elif kind == "prompts" and row["ground_truth"] is not None:
+            subject.append(hash64(prompt))
+            label.append(hash64(row["ground_truth"]))
+        else:  # a logged answer may well have had several rewards
+            subject.append(int(row["id"], 16))
+            label.append(0)
+    texts = [["\n".join(m["content"] for m in row["prompt"]), *(row[name] or "" for name in fields)] for row in rows]
+    sketch = signatures([text for row in texts for text in row]).reshape(len(rows), 1 + len(fields), MINIMA)
+    numbers = [[" ".join(re.findall(r"\d+", text)) for text in row] for row in texts]
+    prompt_numbers = np.array([hash64(n[0]) for n in numbers], dtype=np.uint64)
+    more = {"trajectories": "reward", "prompts": "ground_truth"}.get(kind)
+    all_numbers = np.array([hash64(*n, str(row[more]) if more else "") for n, row in zip(numbers, rows)], dtype=np.uint64)
+    width = MINIMA // BANDS
+    return {
+        "prompt": np.array([prompt_key(row["prompt"]) for row in rows], dtype=np.uint64),
+        "subject": np.array(subject, dtype=np.uint64),
+        "label": np.array(label, dtype=np.uint64),
+        # all fields must agree in four places of a band; the prompt alone in eight
+        "near_row": np.stack([combine(sketch[:, :, b * width : b * width + 4].reshape(len(rows), -1), all_numbers + np.uint64(b)) for b in range(BANDS)], 1),
+        "near_prompt": np.stack([combine(sketch[:, 0, b * width : (b + 1) * width], prompt_numbers + np.uint64(b)) for b in range(BANDS)], 1),
+        "sketch": one_byte(sketch),
+    }
+
+
+# ----------------------------------------------------------------------------------- pass 1: a chunk of raw rows
+
+
+class Work(NamedTuple):
+    """What a worker needs to know of a source."""
+
+    cfg: DataConfig
+    shape: Shape
+    columns: Columns
+    source: str
+    role: Literal["new", "test", "old"]
+    """new rows, rows of eval_source, or rows of the earlier output"""
+    weight: float = 1.0
+
+
+_worker: dict = {}
+
+
+def start_worker(tokenizer, excluded: set[str]) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are taken
+    _worker.update(tokenizer=tokenizer, excluded=excluded)
+
+
+def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
+    """Raw rows -> one Arrow file of checked rows with their keys; returns and stores what happened to the others."""
+    import pyarrow as pa
+
+    cfg, kind, tokenizer = work.cfg, work.shape.kind, _worker["tokenizer"]
+    dropped: list[tuple[str, str, str]] = []
+    shortened: Counter[str] = Counter()
+    rows, places, n, candidates = [], [], 0, 0
+    for place, raw in chunk.rows():
+        n += 1
+        try:
+            if isinstance(raw, BadRow):
+                raise raw
+            if work.role == "old":
+                made = [raw]
             else:
-                yield from read_json_lines(file, stream)
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{file}: cannot be read ({error})") from None
+                made = convert(raw, work.shape, work.columns, cfg.prompt_suffix, cfg.pairs or "best_worst")
+        except BadRow as bad:
+            candidates += 1
+            dropped.append((place, bad.reason, bad.detail))
+            continue
+        candidates += len(made)
+        for i, row in enumerate(made, 1):
+            rows.append(row)
+            places.append(place if len(made) == 1 else f"{place} pair {i}")
 
-
-def read_json_array(file: str, data: bytes) -> Iterator[tuple[str, object]]:
-    try:
-        rows = json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 at byte {error.start}; convert the file") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}:{error.lineno}:{error.colno}: {error.msg}; a JSON array must be whole") from None
-    for number, row in enumerate(rows, 1):
-        yield f"{file}:row {number}", row
-
-
-def read_json_lines(file: str, stream) -> Iterator[tuple[str, object]]:
-    """Lines end at \\n alone, so that U+2028 inside a text does not split a row."""
-    for number, line in enumerate(stream, 1):
+    kept, lengths = [], []
+    encoded = encode_rows(rows, kind, tokenizer) if rows and work.role != "old" else [None] * len(rows)
+    for place, row, ids in zip(places, rows, encoded):
+        if work.role == "old":
+            kept.append(row | {"_place": place})
+            lengths.append([0] * (1 + len(ANSWERS[kind])))
+            continue
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            if text:
-                yield f"{file}:{number}", json.loads(text)
-        except UnicodeDecodeError as error:
-            yield f"{file}:{number}", BadRow("broken_row", f"not UTF-8 at byte {error.start + 1}")
-        except json.JSONDecodeError as error:
-            yield f"{file}:{number}:{error.colno}", BadRow("broken_row", error.msg)
+            if isinstance(ids, BadRow):
+                raise ids
+            shortened.update(check_lengths(row, ids, kind, tokenizer, cfg))
+            content = {k: v for k, v in row.items() if k != "metadata"}
+            row["id"] = hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+            if _worker["excluded"] and (row["id"] in _worker["excluded"] or json.dumps(row["prompt"]) in _worker["excluded"]):
+                raise BadRow("excluded", "listed in exclude")
+        except BadRow as bad:
+            dropped.append((place, bad.reason, bad.detail))
+            continue
+        kept.append(row | {"source": work.source, "_place": place})
+        lengths.append([len(ids[name]) for name in ("prompt", *ANSWERS[kind])])
+
+    stats = {"source": work.source, "role": work.role, "weight": work.weight, "rows": n, "candidates": candidates, "kept": len(kept), "dropped": dropped, "shortened": dict(shortened)}
+    schema = schema_of(kind).append(pa.field("_place", pa.string()))
+    columns = pa.Table.from_pylist(kept, schema=schema).columns
+    names = [*schema.names]
+    keys = row_keys(kept, kind) if kept else {}
+    keys["id"] = np.array([int(row["id"], 16) for row in kept], dtype=np.uint64)
+    keys["lengths"] = np.array(lengths, dtype=np.int32)
+    for name, values in keys.items():
+        values = values.reshape(len(values), -1) if values.ndim > 2 else values
+        flat = pa.array(np.ascontiguousarray(values).ravel())
+        columns.append(flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1]))
+        names.append(f"_{name}")
+    table = pa.table(columns, names=names).replace_schema_metadata({"stats": json.dumps(stats)})
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(table)
+    os.replace(temporary, file)
+    return stats
 
 
-def read_hub(name: str, hub: Hub) -> Iterator[tuple[str, object]]:
-    import datasets
+def chunk_stats(file: Path) -> dict | None:
+    """What a chunk file says of itself, or None if there is none."""
+    import pyarrow as pa
 
-    split = hub.split or "train"
-    try:
-        rows = datasets.load_dataset(name, hub.name, data_dir=hub.data_dir, split=split, revision=hub.revision)
-    except Exception as error:  # the library raises many kinds, all of which mean the same to the user
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"source {name}: neither a file here nor a readable hub dataset ({reason})") from None
-    for number, row in enumerate(rows, 1):
-        yield f"{name}[{split}]:{number}", row
-
-
-# ----------------------------------------------------------------------------------------------------- shapes
-
-
-HH_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-
-
-def parse_hh(text: str) -> list[dict] | None:
-    """An HH dialogue as messages, or None if the text is not one.
-
-    >>> parse_hh("\\n\\nHuman: Hi\\n\\nAssistant: Hello")
-    [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
-    """
-    parts = HH_TURN.split(text.removeprefix("\n\n"))
-    if len(parts) < 3 or parts[0].strip():
+    if not file.exists():
         return None
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[r], "content": c.strip()} for r, c in zip(parts[1::2], parts[2::2])]
+    with pa.OSFile(str(file)) as source:
+        return json.loads(pa.ipc.open_file(source).schema.metadata[b"stats"])
 
 
-def merge_turns(messages: list[dict]) -> list[dict]:
-    """Join neighbouring turns of one role by a blank line: many chat templates refuse them."""
-    merged: list[dict] = []
-    for message in messages:
-        if merged and merged[-1]["role"] == message["role"]:
-            merged[-1]["content"] = f"{merged[-1]['content']}\n\n{message['content']}"
-        else:
-            merged.append(dict(message))
-    return merged
+def read_chunk(file: Path, names: list[str]):
+    """Some columns of a chunk file, as an Arrow table."""
+    import pyarrow as pa
+
+    with pa.OSFile(str(file)) as source:
+        schema = pa.ipc.open_file(source).schema
+        wanted = [schema.get_field_index(name) for name in names]
+        return pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=wanted)).read_all().select(names)
 
 
-def as_messages(value, name: str) -> list[dict]:
-    """Text or a list of messages -> [{role, content}], checked."""
-    if value is None:
-        raise BadRow("empty_prompt", f"{name} is null or missing")
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise BadRow("wrong_type", f"{name}: expected text or a list of messages, found {type(value).__name__}")
-    messages = []
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise BadRow("wrong_type", f"{name}[{i}]: expected {{role, content}}")
-        if not isinstance(message["content"], str) or not isinstance(message["role"], str):
-            found = type(message["content"]).__name__
-            raise BadRow("wrong_type", f"{name}[{i}].content: expected text, found {found}")
-        messages.append({"role": message["role"], "content": message["content"]})
-    return messages
-
-
-def as_answer(value, name: str, prompt: list[dict]) -> str:
-    """Text, one assistant message, or a conversation that repeats the prompt -> the answer's text."""
-    if value is None:
-        raise BadRow("empty_response", f"{name} is null or missing")
-    if isinstance(value, list):
-        messages = as_messages(value, name)
-        if messages[: len(prompt)] == prompt:
-            messages = messages[len(prompt) :]
-        if len(messages) != 1 or messages[0]["role"] != "assistant":
-            raise BadRow("no_final_answer", f"{name}: expected one assistant message after the prompt")
-        return messages[0]["content"]
-    if not isinstance(value, str):
-        raise BadRow("wrong_type", f"{name}: expected text, found {type(value).__name__}")
-    return value
-
-
-def without_prompt(answers: list[str], prompt: list[dict]) -> list[str]:
-    """Some sets repeat the prompt in front of every answer; it is taken off where all answers have it.
-
-    A prompt of one or two words can start an answer by chance, so it stays.
-    """
-    text = prompt[0]["content"] if len(prompt) == 1 else ""
-    if len(text.split()) > 2 and all(re.match(r"\s", a[len(text) :]) and a.startswith(text) for a in answers):
-        return [a[len(text) :].lstrip() for a in answers]
-    return answers
-
-
-def conversation_pair(chosen, rejected) -> tuple[list[dict], str, str]:
-    """Two whole conversations (HH text or message lists) -> (shared prompt, chosen answer, rejected answer)."""
-    sides = []
-    for name, value in (("chosen", chosen), ("rejected", rejected)):
-        if value is None:
-            raise BadRow("empty_response", f"{name} is null or missing")
-        messages = parse_hh(value) if isinstance(value, str) else as_messages(value, name)
-        if messages is None:
-            raise BadRow("no_prompt", f"{name} is text without a dialogue, and there is no prompt column")
-        if not messages or messages[-1]["role"] != "assistant":
-            raise BadRow("no_final_answer", f"{name} does not end with an assistant turn")
-        sides.append(messages)
-    if sides[0][:-1] != sides[1][:-1]:
-        raise BadRow("different_prompts", "chosen and rejected differ before the last answer")
-    return sides[0][:-1], sides[0][-1]["content"], sides[1][-1]["content"]
-
-
-USUAL = {
-    "prompt": ("prompt", "question", "instruction", "messages"),
-    "response": ("response", "completion", "answer"),
-}
-
-
-OWN_COLUMNS = {
-    "preference": ("prompt", "chosen", "rejected", "margin"),
-    "prompts": ("prompt", "response", "ground_truth", "reference"),
-    "trajectories": ("prompt", "response", "reward", "logprobs"),
-}
-
-
-def find(row: dict, columns: Columns, name: str):
-    """The column of `row` that holds `name`, or None if it has none."""
-    mapped = getattr(columns, name)
-    if mapped is not None:
-        if mapped not in row:
-            raise BadRow("missing_column", f"no column {mapped!r} (columns.{name}); the row has {sorted(row)}")
-        return mapped
-    return next((c for c in USUAL.get(name, (name,)) if c in row), None)
-
-
-def detect_kind(row: dict, columns: Columns) -> str:
-    has = {name: find(row, columns, name) for name in ("prompt", "chosen", "rejected", "response", "reward")}
-    if has["chosen"] and has["rejected"]:
-        return "preference"
-    if has["prompt"] and has["response"] and has["reward"]:
-        return "trajectories"
-    if has["prompt"]:
-        return "prompts"
-    raise UserError(
-        f"the first row has columns {sorted(row)}, of which none is a prompt or a pair of answers; "
-        "name them with --columns.prompt, --columns.chosen, --columns.rejected, ..."
-    )
-
-
-def convert(row, kind: str, columns: Columns, suffix: str = "") -> dict:
-    """One raw row -> the columns of `kind` without id and source. Raises BadRow."""
-    if not isinstance(row, dict):
-        raise BadRow("wrong_type", f"expected an object with named columns, found {type(row).__name__}")
-    name = {k: find(row, columns, k) for k in Columns.__dataclass_fields__}
-    used = {name[k] for k in OWN_COLUMNS[kind] if name[k]}
-    value = {k: row[column] if column else None for k, column in name.items()}
-    out: dict = {}
-    if kind == "preference":
-        if name["prompt"] is None or name["prompt"] == "messages":
-            prompt, out["chosen"], out["rejected"] = conversation_pair(value["chosen"], value["rejected"])
-        else:
-            prompt = as_messages(value["prompt"], name["prompt"])
-            out["chosen"] = as_answer(value["chosen"], "chosen", prompt)
-            out["rejected"] = as_answer(value["rejected"], "rejected", prompt)
-            out["chosen"], out["rejected"] = without_prompt([out["chosen"], out["rejected"]], prompt)
-        out["margin"] = as_number(value["margin"], "margin")
-        answers = ("chosen", "rejected")
-    elif kind == "trajectories":
-        prompt = as_messages(value["prompt"], name["prompt"] or "prompt")
-        out["response"] = as_answer(value["response"], name["response"] or "response", prompt)
-        out["reward"] = as_number(value["reward"], "reward")
-        if out["reward"] is None:
-            raise BadRow("no_reward", "reward is null or missing")
-        out["logprobs"] = value["logprobs"]
-        if out["logprobs"] is not None:
-            if not isinstance(out["logprobs"], list):
-                raise BadRow("wrong_type", f"logprobs: expected a list of numbers, found {type(out['logprobs']).__name__}")
-            out["logprobs"] = [as_number(x, "logprobs") for x in out["logprobs"]]
-        answers = ("response",)
-    else:
-        prompt = as_messages(value["prompt"], name["prompt"] or "prompt")
-        while prompt and prompt[-1]["role"] == "assistant":  # a finished dialogue: its last answer is no prompt
-            prompt = prompt[:-1]
-        out["reference"] = value["reference"]
-        out["ground_truth"] = value["ground_truth"]
-        if name["response"] and isinstance(value["response"], str) and out["reference"] is None:
-            out["reference"] = value["response"]
-        elif name["response"]:
-            used.discard(name["response"])
-        if out["ground_truth"] is None and isinstance(out["reference"], str) and "####" in out["reference"]:
-            out["ground_truth"] = out["reference"].rsplit("####", 1)[1].strip()
-            if not out["ground_truth"]:
-                raise BadRow("empty_ground_truth", "nothing stands after ####")
-        for key in ("reference", "ground_truth"):
-            if out[key] is not None and not isinstance(out[key], str):
-                out[key] = json.dumps(out[key], ensure_ascii=False)
-        answers = ()
-    prompt = merge_turns(prompt)
-    if not prompt or not prompt[-1]["content"].strip():
-        raise BadRow("empty_prompt", "the prompt's last turn is empty")
-    if suffix:
-        prompt[-1]["content"] += suffix
-    for answer in answers:
-        if not out[answer].strip():
-            raise BadRow("empty_response", f"{answer} is empty")
-        out[answer] = out[answer].strip()
-    if kind == "preference" and out["chosen"] == out["rejected"]:
-        raise BadRow("equal_answers", "chosen and rejected are the same text")
-    rest = {k: v for k, v in row.items() if k not in used}
-    out["prompt"] = prompt
-    out["metadata"] = json.dumps(rest, ensure_ascii=False, default=str) if rest else None
-    try:
-        json.dumps(out, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadRow("broken_text", "a lone surrogate, half of a character, stands in the text") from None
+def chunk_keys(file: Path, names: list[str]) -> dict[str, np.ndarray]:
+    """Keys of a chunk's rows: (N,) or (N, ...) arrays."""
+    table = read_chunk(file, [f"_{name}" for name in names])
+    out = {}
+    for name in names:
+        column = table[f"_{name}"].combine_chunks()
+        nested = hasattr(column, "flatten") and column.type.num_fields
+        out[name] = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1) if nested else column.to_numpy(zero_copy_only=False)
     return out
 
 
-def as_number(value, name: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise BadRow("wrong_type", f"{name}: expected a number, found {type(value).__name__}")
-    if value != value or value in (float("inf"), float("-inf")):
-        raise BadRow("wrong_type", f"{name}: not a finite number")
-    return float(value)
+# ------------------------------------------------------------------------------ pass 2: what rows mean together
 
 
-def check_lengths(row: dict, kind: str, tokenizer, max_prompt: int, max_response: int) -> dict[str, int]:
-    """Token counts of a row as training will see it. Raises BadRow when one is over its limit."""
-    try:
-        lengths = {"prompt": len(encode_prompt(tokenizer, row["prompt"]))}
-    except Exception as error:  # templates raise their own errors, for example on a role they do not know
-        raise BadRow("refused_by_template", str(error).strip().splitlines()[0]) from None
-    if lengths["prompt"] > max_prompt:
-        raise BadRow("prompt_too_long", f"{lengths['prompt']} tokens, limit {max_prompt}")
-    answers = {"preference": ("chosen", "rejected"), "trajectories": ("response",)}.get(kind, ())
-    ids = {name: encode_response(tokenizer, row[name]) for name in answers}
-    for name in answers:
-        lengths[name] = len(ids[name])
-        if lengths[name] > max_response:
-            raise BadRow("response_too_long", f"{name} has {lengths[name]} tokens, limit {max_response}")
-    if kind == "preference" and ids["chosen"] == ids["rejected"]:
-        raise BadRow("equal_answers", "chosen and rejected are the same tokens")
-    if kind == "trajectories" and row["logprobs"] is not None and len(row["logprobs"]) not in (lengths["response"], lengths["response"] - 1):
-        raise BadRow("logprobs_length", f"{len(row['logprobs'])} logprobs for {lengths['response']} response tokens with eos")
-    return lengths
+REASONS = (
+    "", "duplicate", "already_there", "contradicting_labels", "near_duplicate", "prompt_in_test", "prompt_in_train", "near_test_prompt",
+    "left_out_by_weight", "contradicted_by_reward_model",
+)
+CODE = {reason: code for code, reason in enumerate(REASONS)}
+ASKED_FOR = ("excluded", "already_there", "left_out_by_weight", "contradicted_by_reward_model")  # no bad rows
+TRAIN, TEST = 0, 1
+OLD, OFFICIAL, NEW = 0, 1, 2  # rows of the earlier output, of eval_source, and of source; in doubt the first of these stay
+
+
+class Decisions:
+    """What becomes of each row that passed the first pass: `code` into REASONS (0 = kept), `side` TRAIN or TEST, `copies`."""
+
+    def __init__(self, n: int):
+        self.code = np.zeros(n, dtype=np.uint8)
+        self.side = np.zeros(n, dtype=np.uint8)
+        self.copies = np.ones(n, dtype=np.uint16)
+        self.twin = np.full(n, -1)  # the row because of which it goes
+
+    def drop(self, row: int, reason: str, twin: int = -1) -> None:
+        if not self.code[row]:
+            self.code[row], self.twin[row] = CODE[reason], twin
+
+
+def decide(files: list[Path], stats: list[dict], cfg: DataConfig, old_sides: list[int], folder: Path) -> Decisions:
+    """The rules that need all rows. Rows are numbered in the order of the chunks (the earlier output, eval_source, source);
+    of two, the earlier one stays."""
+    first = np.cumsum([0, *(s["kept"] for s in stats)])
+    n = int(first[-1])
+    d = Decisions(n)
+    role = np.full(n, NEW, dtype=np.uint8)
+    groups = {name: Groups(folder, name) for name in ("id", "prompt", "subject", "near_row", "near_prompt")}
+    near = cfg.near_duplicates is not None
+    sketch_width = 0
+    fraction = 0.0 if cfg.eval_source is not None else cfg.eval_fraction if cfg.eval_fraction is not None else 0.05
+    with open(folder / "sketches.bin", "wb") as sketches:
+        for i, (file, s) in enumerate(zip(files, stats)):
+            if not s["kept"]:
+                continue
+            rows = np.arange(first[i], first[i + 1], dtype=np.uint64)
+            role[first[i] : first[i + 1]] = {"new": NEW, "test": OFFICIAL, "old": OLD}[s["role"]]
+            keys = chunk_keys(file, ["id", "prompt", "subject", "label", *(["near_row", "near_prompt", "sketch"] if near else [])])
+            d.side[first[i] : first[i + 1]] = TEST if s["role"] == "test" else old_sides[i] if s["role"] == "old" else in_test_split(keys["prompt"], cfg.seed, fraction)
+            copies = s["weight"] if s["role"] == "new" else 1.0
+            chance = keys["id"].astype(np.float64) / 2**64
+            d.copies[first[i] : first[i + 1]] = int(copies) + (chance < copies % 1)
+            groups["id"].add(keys["id"], rows)
+            groups["prompt"].add(keys["prompt"], rows)
+            groups["subject"].add(keys["subject"], rows, keys["label"])
+            if near:
+                for b in range(BANDS):
+                    groups["near_row"].add(keys["near_row"][:, b], rows)
+                    groups["near_prompt"].add(keys["near_prompt"][:, b], rows)
+                sketch_width = keys["sketch"].shape[1]
+                sketches.write(keys["sketch"].tobytes())
+
+    for entries, starts in groups["id"].shared():
+        rows = entries[:, 1].astype(np.int64)
+        leaders = np.repeat(rows[starts], np.diff([*starts, len(rows)]))
+        for row, leader in np.stack([rows, leaders], 1)[rows != leaders].tolist():
+            d.drop(row, "already_there" if role[leader] == OLD else "prompt_in_test" if role[row] != role[leader] else "duplicate", leader)
+
+    for entries, starts in groups["subject"].shared(3):
+        rows, labels = entries[:, 1].astype(np.int64), entries[:, 2]
+        differ = np.minimum.reduceat(labels, starts) != np.maximum.reduceat(labels, starts)
+        for a, b in zip(starts[differ].tolist(), np.r_[starts[1:], len(rows)][differ].tolist()):
+            for row, label in zip(rows[a:b].tolist(), labels[a:b].tolist()):
+                twin = next((r for r, other in zip(rows[a:b].tolist(), labels[a:b].tolist()) if other != label and role[r] <= role[row]), None)
+                if role[row] != OLD and twin is not None:
+                    d.drop(row, "contradicting_labels", twin)
+
+    # the split: a prompt is on one side, which it never leaves
+    for entries, starts in groups["prompt"].shared():
+        rows = entries[:, 1].astype(np.int64)
+        special = np.minimum.reduceat(role[rows], starts) < NEW
+        for a, b in zip(starts[special].tolist(), np.r_[starts[1:], len(rows)][special].tolist()):
+            mine = rows[a:b]
+            old, official, new = (mine[role[mine] == r] for r in (OLD, OFFICIAL, NEW))
+            if len(old):
+                d.side[new] = d.side[old[0]]
+                for row in official.tolist() if d.side[old[0]] == TRAIN else ():
+                    d.drop(row, "prompt_in_train", int(old[0]))
+            official = official[d.code[official] == 0]
+            for row in new.tolist() if len(official) else ():
+                d.drop(row, "prompt_in_test", int(official[0]))
+
+    if near:
+        with open(folder / "sketches.bin", "rb") as sketches:
+            drop_near(groups["near_row"], d, role, sketches, sketch_width, cfg.near_duplicates, prompts=False)
+            drop_near(groups["near_prompt"], d, role, sketches, sketch_width, cfg.near_duplicates, prompts=True)
+    sampled = (d.code == 0) & (d.side == TRAIN) & (d.copies == 0)
+    d.code[sampled] = CODE["left_out_by_weight"]
+    d.copies[d.side == TEST] = 1
+    return d
+
+
+def drop_near(groups: Groups, d: Decisions, role: np.ndarray, sketches, width: int, threshold: float, prompts: bool) -> None:
+    """Rows that are near to an earlier row (prompts: train rows whose prompt is near to a test prompt) are dropped.
+
+    Rows that share a band are candidates, and their signatures decide.
+    """
+    fields = width // MINIMA
+    near: list[np.ndarray] = []
+    for entries, starts in groups.shared():
+        rows = entries[:, 1].astype(np.int64)
+        sizes = np.diff([*starts, len(rows)])
+        if prompts:  # against the first test row of the group
+            test = np.where((d.side[rows] == TEST) & (d.code[rows] == 0), rows, len(d.code))
+            leader = np.minimum.reduceat(test, starts)
+            leaders = np.repeat(leader, sizes)
+            keep = (leaders < len(d.code)) & (d.side[rows] == TRAIN) & (d.code[rows] == 0)
+        else:
+            live = np.where(d.code[rows] == 0, rows, len(d.code))
+            leaders = np.repeat(np.minimum.reduceat(live, starts), sizes)
+            keep = (leaders != rows) & (leaders < len(d.code)) & (d.code[rows] == 0) & (role[rows] != OLD)
+        pairs = np.stack([rows, leaders], 1)[keep]
+        if len(pairs):
+            pairs = np.unique(pairs, axis=0)
+            for block in np.array_split(pairs, -(-len(pairs) // 20_000)):
+                a, b = (read_sketches(sketches, block[:, c], width).reshape(-1, fields, MINIMA)[:, : 1 if prompts else fields] for c in (0, 1))
+                near.append(block[(similarity(a, b) >= threshold).all(1)])
+    for row, leader in np.unique(np.concatenate(near), axis=0).tolist() if near else []:
+        if prompts:
+            if role[row] == OLD:  # an earlier train row stays, so the new test row goes
+                if role[leader] != OLD:
+                    d.drop(leader, "prompt_in_train", row)
+            else:
+                d.drop(row, "near_test_prompt", leader)
+        elif not d.code[leader]:
+            d.drop(row, "near_test_prompt" if role[row] > role[leader] == OFFICIAL else "near_duplicate", leader)
+
+
+def read_sketches(file, rows: np.ndarray, width: int) -> np.ndarray:
+    data = b"".join(os.pread(file.fileno(), width, int(row) * width) for row in rows)
+    return np.frombuffer(data, dtype=np.uint8).reshape(len(rows), width)
+
+
+def in_test_split(prompt_keys: np.ndarray, seed: int, fraction: float) -> np.ndarray:
+    """Decided by the prompt's own hash and the seed: a prompt is always on the same side, whatever else is read. (N,) -> (N,) 0 or 1."""
+    mixed = combine(np.stack([prompt_keys] * 2, 1), np.full(len(prompt_keys), hash64(str(seed)), dtype=np.uint64))
+    return (mixed < np.uint64(min(int(fraction * 2**64), 2**64 - 1))).astype(np.uint8)
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -438,31 +538,102 @@ def schema_of(kind: str):
     return pa.schema([(name, types.get(name, pa.string())) for name in COLUMNS[kind]])
 
 
-def write_split(rows: list[dict], kind: str, split: str, folder: Path) -> None:
-    """Write `split-00000-of-000NN.parquet`; each file appears whole or not at all."""
-    import os
-
+def kept_rows(files: list[Path], stats: list[dict], d: Decisions, kind: str, side: int, seed: int | None) -> Iterator:
+    """Arrow tables of the new rows of one side. With a seed the chunks come in a new order, WINDOW of them shuffled together."""
     import pyarrow as pa
+
+    first = np.cumsum([0, *(s["kept"] for s in stats)])
+    order = [i for i, s in enumerate(stats) if s["kept"] and s["role"] != "old"]
+    rng = np.random.default_rng([seed or 0, side])
+    if seed is not None:
+        rng.shuffle(order)
+    for start in range(0, len(order), WINDOW):
+        tables = []
+        for i in order[start : start + WINDOW]:
+            rows = slice(first[i], first[i + 1])
+            times = np.where((d.code[rows] == 0) & (d.side[rows] == side), d.copies[rows], 0)
+            if times.any():
+                tables.append(read_chunk(files[i], list(COLUMNS[kind])).take(pa.array(np.repeat(np.arange(len(times)), times))))
+        if tables:
+            table = pa.concat_tables(tables)
+            yield table.take(pa.array(rng.permutation(len(table)))) if seed is not None else table
+
+
+def write_split(tables: Iterator, split: str, rows: int, kind: str, folder: Path, earlier: list[Path]) -> list[str]:
+    """Write `split-00000-of-000NN.parquet` after the earlier output's files, which keep their rows; returns the new names."""
     import pyarrow.parquet
 
-    shards = max(1, -(-len(rows) // ROWS_PER_SHARD))
-    for i in range(shards):
-        table = pa.Table.from_pylist(rows[i * ROWS_PER_SHARD : (i + 1) * ROWS_PER_SHARD], schema=schema_of(kind))
-        path = folder / f"{split}-{i:05d}-of-{shards:05d}.parquet"
-        pyarrow.parquet.write_table(table, path.with_name(f".{path.name}.tmp"))
-        os.replace(path.with_name(f".{path.name}.tmp"), path)
+    shards = len(earlier) + -(-rows // ROWS_PER_SHARD)
+    if not shards:
+        shards = 1  # a split without rows is a file without rows, so that readers find its columns
+    for i, file in enumerate(earlier):
+        target = folder / f"{split}-{i:05d}-of-{shards:05d}.parquet"
+        try:
+            os.link(file, target)
+        except OSError:
+            shutil.copyfile(file, target)
+    names, room, writer, number = [], 0, None, len(earlier)
+    tables = chain(tables, [schema_of(kind).empty_table()] if shards > len(earlier) else [])
+    for table in tables:
+        while len(table) or (writer is None and not names and shards > len(earlier)):
+            if writer is None:
+                names.append(f"{split}-{number:05d}-of-{shards:05d}.parquet")
+                writer, room, number = pyarrow.parquet.ParquetWriter(folder / names[-1], schema_of(kind), compression="zstd"), ROWS_PER_SHARD, number + 1
+            part = table.slice(0, room)
+            writer.write_table(part, row_group_size=ROWS_PER_GROUP)
+            table, room = table.slice(len(part)), room - len(part)
+            if not room:
+                writer.close()
+                writer = None
+    if writer is not None:
+        writer.close()
+    return names
 
 
-def in_test_split(prompt: list[dict], seed: int, fraction: float) -> bool:
-    """Decided by the prompt's own hash: the same prompt is always on the same side, whatever else is read."""
-    text = json.dumps([seed, prompt], ensure_ascii=False)
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    return number < fraction * 2**64
+def workshop(cfg: DataConfig, sources: list[Source]) -> Path:
+    """The folder beside output_dir for what is not finished; what an equal run left there is used again.
+
+    Chunks of local files can be used again if the files have not changed; of the hub nobody can say.
+    """
+    output = Path(cfg.output_dir)
+    folder = output.with_name(f".{output.name}.partial")
+    files = [file for source in sources if is_local(source.path) for file in source_files(source.path)]
+    settings = {k: v for k, v in to_dict(cfg).items() if k not in ("workers", "overwrite", "coverage", "filter", "on_bad_row")}
+    about = json.dumps([settings, [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files], [s.name for s in sorted(output.glob("*.parquet"))]])
+    note = folder / "about.json"
+    try:
+        same = note.is_file() and note.read_text(encoding="utf-8") == about and all(is_local(s.path) for s in sources)
+        if not same and folder.exists():
+            shutil.rmtree(folder)
+        (folder / "chunks").mkdir(parents=True, exist_ok=True)
+        write_text(note, about)
+    except OSError as error:
+        raise UserError(f"output_dir {output} cannot be created ({error.strerror}); choose another one") from None
+    for leftover in folder.iterdir():
+        if leftover.is_dir() and leftover.name != "chunks":
+            shutil.rmtree(leftover)
+        elif leftover.name not in ("chunks", "about.json"):
+            leftover.unlink()
+    return folder
 
 
-def percentiles(values: list[int]) -> dict[str, int]:
-    values = sorted(values)
-    return {f"p{p}": values[min(len(values) - 1, len(values) * p // 100)] for p in (0, 50, 90, 99, 100)}
+def replace_folder(new: Path, output: Path) -> None:
+    """Put a finished folder in the place of another; at no moment is there a half-written one."""
+    old = output.with_name(f".{output.name}.old")
+    try:
+        if output.exists():
+            os.rename(output, old)
+        os.rename(new, output)
+    except OSError as error:
+        raise UserError(f"output_dir {output} cannot be replaced ({error.strerror}); the finished data is in {new}") from None
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(output: Path) -> None:
+    """Bring back what a run that was killed in `replace_folder` had just moved away."""
+    old = output.with_name(f".{output.name}.old")
+    if old.exists():
+        shutil.rmtree(old) if output.exists() and any(output.iterdir()) else os.rename(old, output)
 
 
 def print_example(row: dict, kind: str, tokenizer) -> None:
@@ -470,9 +641,8 @@ def print_example(row: dict, kind: str, tokenizer) -> None:
     prompt = tokenizer.decode(encode_prompt(tokenizer, row["prompt"]))
     print("--- one row, decoded; ‹...› marks the response tokens" if show("‹") == "‹" else "--- one row, decoded")
     print(show(prompt))
-    for name in ("chosen", "rejected", "response"):
-        if name in row:
-            print(show(f"{name}: ‹{tokenizer.decode(encode_response(tokenizer, row[name]))}›"))
+    for name in ANSWERS[kind]:
+        print(show(f"{name}: ‹{tokenizer.decode(encode_response(tokenizer, row[name]))}›"))
     for name in ("margin", "reward", "ground_truth"):
         if row.get(name) is not None:
             print(show(f"{name}: {row[name]}"))
@@ -485,7 +655,7 @@ def read_excluded(files: list[str]) -> set[str]:
     for file in files:
         if not Path(file).is_file():
             raise UserError(f"exclude {file} is not a file")
-    for place, raw in (line for file in files for line in read_file(file)):
+    for place, raw in (row for file in files for part in read_file(file) for row in part.rows()):
         if isinstance(raw, BadRow):  # such as a last line that a killed run left half-written
             print(f"{place}: {raw.reason}, left out of exclude", flush=True)
             continue
@@ -499,94 +669,394 @@ def read_excluded(files: list[str]) -> set[str]:
     return excluded
 
 
+# ------------------------------------------------------------------------------- noise filter, coverage, report
+
+
+def drop_contradicted(cfg: DataConfig, files: list[Path], stats: list[dict], d: Decisions, output: Path) -> None:
+    """Score the train pairs with a trained reward model; those that it contradicts strongly are written aside."""
+    import torch
+
+    from utils.models import read_stats
+    from utils.rewards import reward_model_scorer
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scorer = reward_model_scorer(cfg.filter.reward_model, cfg.filter.micro_batch_size, device)
+    temperature = (read_stats(cfg.filter.reward_model) or {}).get("temperature", 1.0)
+    first = np.cumsum([0, *(s["kept"] for s in stats)])
+    total = int(((d.code == 0) & (d.side == TRAIN)).sum())
+    with open(output / "contradicted.jsonl", "w", encoding="utf-8") as aside, progress_bar(label="filtering", unit="pairs", total=total) as bar:
+        for i, file in enumerate(files):
+            mine = np.flatnonzero((d.code[first[i] : first[i + 1]] == 0) & (d.side[first[i] : first[i + 1]] == TRAIN))
+            if not len(mine) or stats[i]["role"] == "old":
+                continue
+            rows = read_chunk(file, list(COLUMNS["preference"])).take(mine).to_pylist()
+            scores = scorer([row["prompt"] for row in rows] * 2, [row["chosen"] for row in rows] + [row["rejected"] for row in rows], {})
+            for place, row, chosen, rejected in zip(mine.tolist(), rows, scores, scores[len(rows) :]):
+                probability = 0.5 + 0.5 * np.tanh((chosen - rejected) / temperature / 2)  # sigmoid
+                if probability < cfg.filter.min_probability:
+                    d.drop(int(first[i]) + place, "contradicted_by_reward_model")
+                    scored = {"probability": float(f"{probability:.4g}"), "score_chosen": chosen, "score_rejected": rejected}
+                    aside.write(json.dumps(row | scored, ensure_ascii=False) + "\n")
+            bar.update(len(rows))
+
+
+def measure_coverage(cfg: DataConfig, folder: Path) -> dict:
+    """For each real prompt the nearest train prompt, by the last user turn; written to coverage.jsonl, the loneliest first."""
+    import pyarrow.parquet
+
+    real: list[tuple[str, str]] = []
+    for chunk in read_source(cfg.coverage.prompts):
+        for place, row in chunk.rows():
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                shape = detect_shape(row, Columns(), "prompts")
+                real.append((place, convert(row, shape, Columns())[0]["prompt"][-1]["content"]))
+            except (BadRow, UserError) as error:
+                raise UserError(f"{place}: {getattr(error, 'detail', error)}; coverage.prompts needs rows with a prompt") from None
+    if not real:
+        raise UserError(f"coverage.prompts {cfg.coverage.prompts} has no rows")
+
+    def train_prompts(label: str) -> Iterator[list[str]]:
+        for file in progress_bar(sorted(folder.glob("train-*.parquet")), label, unit="files"):
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(ROWS_PER_GROUP, columns=["prompt"]):
+                yield [prompt[-1]["content"] for prompt in batch["prompt"].to_pylist()]
+
+    rarity = word_rarity(train_prompts("counting words"))
+    vectors = tfidf([text for _, text in real], rarity)
+    best, nearest = np.full(len(real), -1.0), [""] * len(real)
+    for texts in train_prompts("coverage"):
+        likeness = vectors @ tfidf(texts, rarity).T  # (real, train)
+        for i in np.flatnonzero(likeness.max(1) > best):
+            best[i], nearest[i] = likeness[i].max(), texts[likeness[i].argmax()]
+    order = np.argsort(best, kind="stable")
+    lines = [{"place": real[i][0], "similarity": round(float(best[i]), 4), "covered": bool(best[i] >= cfg.coverage.min_similarity), "prompt": real[i][1], "nearest": nearest[i]} for i in order]
+    write_text(folder / "coverage.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    covered = sum(line["covered"] for line in lines)
+    return {
+        "prompts": len(real), "covered": covered, "share": round(covered / len(real), 4), "min_similarity": cfg.coverage.min_similarity,
+        "median_similarity": round(float(np.median(best)), 4), "loneliest": lines[:5],
+    }
+
+
+def percentiles(histogram: np.ndarray) -> dict[str, int]:
+    """Of lengths whose counts are `histogram`."""
+    total, below = histogram.sum(), np.cumsum(histogram)
+    return {f"p{p}": int(np.searchsorted(below, min(total - 1, total * p // 100), side="right")) for p in (0, 50, 90, 99, 100)}
+
+
+def report_page(report: dict, histograms: dict[str, np.ndarray], examples: list[dict], kind: str, tokenizer) -> str:
+    """report.html: what came in, what went out and why, lengths, and examples with the learned tokens marked."""
+    import html
+
+    from utils.report import figure_svg, new_figure, page, table
+
+    out = report["rows_out"]
+    body = f"<p>{report['kind']} from {len(report['sources'])} source(s): {report['rows_in']:,} rows read, {report['candidates']:,} candidates, "
+    body += f"{out['train']:,} train and {out['test']:,} test rows written, {sum(report['dropped'].values()):,} dropped.</p>"
+    body += "<h2>Sources</h2>" + table(
+        ["source", "shape", "rows", "kept", "share of the kept"],
+        [[name, s["shape"], f"{s['rows']:,}", f"{s['kept']:,}", f"{s['kept'] / max(1, sum(x['kept'] for x in report['sources'].values())):.1%}"] for name, s in report["sources"].items()],
+    )
+    if report["dropped"]:
+        rows = [[reason, f"{n:,}", f"{n / report['candidates']:.1%}", "\n".join(f"{e['place']}: {e['detail']}" for e in report["dropped_examples"][reason])] for reason, n in report["dropped"].items()]
+        body += "<h2>Dropped</h2>" + table(["reason", "rows", "share", "examples"], rows)
+    if report["shortened"]:
+        body += "<h2>Shortened</h2>" + table(["part", "rows"], [[k, f"{v:,}"] for k, v in report["shortened"].items()])
+    body += "<h2>Lengths in tokens</h2>"
+    if any(h.sum() for h in histograms.values()):
+        figure = new_figure(4 * len(histograms), 3)
+        for axis, (name, histogram) in zip(figure.subplots(1, len(histograms), squeeze=False)[0], histograms.items()):
+            axis.hist(np.arange(len(histogram)), bins=min(40, len(histogram)), weights=histogram)
+            axis.set_title(name)
+        body += figure_svg(figure)
+        body += table(["", *next(iter(report["tokens"].values()))], [[name, *map(str, p.values())] for name, p in report["tokens"].items()])
+    if "longer_answer_chosen" in report:
+        body += f"<p>The longer answer is the chosen one in {report['longer_answer_chosen']:.1%} of the pairs (0.5 would be no preference for length).</p>"
+    if "coverage" in report:
+        c = report["coverage"]
+        body += f"<h2>Coverage</h2><p>{c['covered']:,} of {c['prompts']:,} real prompts ({c['share']:.1%}) have a train prompt with a similarity of at least {c['min_similarity']}. The farthest:</p>"
+        body += table(["similarity", "real prompt", "nearest train prompt"], [[str(x["similarity"]), x["prompt"], x["nearest"]] for x in c["loneliest"]])
+    body += "<h2>Examples</h2><p>As training sees them; marked is what is learned from.</p>"
+    for row in examples:
+        body += "<p style='white-space:pre-wrap'>" + html.escape(tokenizer.decode(encode_prompt(tokenizer, row["prompt"])))
+        for name in ANSWERS[kind]:
+            body += f"\n<small>{name}</small> <mark>{html.escape(tokenizer.decode(encode_response(tokenizer, row[name])))}</mark>"
+        for name in ("margin", "reward", "ground_truth"):
+            body += f"\n<small>{name}</small> {html.escape(str(row[name]))}" if row.get(name) is not None else ""
+        body += "</p><hr>"
+    return page("Data report", body)
+
+
+# ---------------------------------------------------------------------------------------------------- prepare
+
+
+def check_config(cfg: DataConfig) -> tuple[list[Source], list[Source]]:
+    """Refuse what cannot work; returns the sources and the test sources."""
+    def listed(value) -> list[Source]:
+        values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        return [v if isinstance(v, Source) else Source(v) for v in values]
+
+    sources, test_sources = listed(cfg.source), listed(cfg.eval_source)
+    if not sources:
+        raise UserError("source is empty; give a file, a folder, a glob or a hub name")
+    for source in [*sources, *test_sources]:
+        if source.path[:1] in "[{":
+            raise UserError(f"source {source.path} is not valid; write texts, or objects with path, weight and hub")
+        if source.weight < 0:
+            raise UserError(f"source {source.path}: weight {source.weight} must not be negative")
+        if Path(source.path).is_dir() and Path(cfg.output_dir).resolve().is_relative_to(Path(source.path).resolve()):
+            raise UserError(f"output_dir {cfg.output_dir} lies inside the source {source.path}, which would then read what it wrote; choose another folder")
+        if source.hub is not None and is_local(source.path) and source.hub != Hub(split=source.hub.split):
+            raise UserError(f"source {source.path} is a local file, so its hub options would have no effect; remove them")
+    if cfg.hub != Hub() and all(is_local(s.path) and not is_saved(s.path) for s in sources):
+        raise UserError("hub.* is set but every source is a local file, so it would have no effect; remove it")
+    if cfg.eval_fraction is not None and not 0 <= cfg.eval_fraction < 1:
+        raise UserError(f"eval_fraction {cfg.eval_fraction} must be at least 0 and below 1")
+    if cfg.eval_source is not None and cfg.eval_fraction is not None:
+        raise UserError("eval_fraction would have no effect beside eval_source; give one of them")
+    if cfg.near_duplicates is not None and not 0.5 <= cfg.near_duplicates <= 1:
+        raise UserError(f"near_duplicates {cfg.near_duplicates} must be between 0.5 and 1, or null")
+    if cfg.max_prompt_length < 1 or cfg.max_response_length < 2:
+        raise UserError("max_prompt_length must be at least 1, max_response_length at least 2 (a token and eos)")
+    if cfg.workers is not None and cfg.workers < 1:
+        raise UserError(f"workers {cfg.workers} must be at least 1")
+    if cfg.filter is not None and not 0 < cfg.filter.min_probability < 0.5:
+        raise UserError(f"filter.min_probability {cfg.filter.min_probability} must be above 0 and below 0.5")
+    for option in ("filter", "pairs"):
+        if getattr(cfg, option) is not None and cfg.kind not in (None, "preference"):
+            raise UserError(f"{option} is for preference pairs and would have no effect on {cfg.kind}")
+    if cfg.long_response == "truncate" and cfg.kind == "prompts":
+        raise UserError("long_response is for answers and would have no effect on prompts")
+    if cfg.refresh and cfg.overwrite:
+        raise UserError("refresh keeps the earlier output and overwrite replaces it; give one of them")
+    return sources, test_sources
+
+
+def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, folder: Path) -> tuple[Work, Iterator[Chunk]]:
+    """A source's chunks, and what its first good row says of its shape."""
+    chunks = read_source(source.path, source.hub or cfg.hub)
+    seen: list[Chunk] = []
+    shape = None
+    for chunk in chunks:
+        seen.append(chunk)
+        good = next(((place, row) for place, row in chunk.rows() if isinstance(row, dict)), None)
+        if good:
+            try:
+                shape = detect_shape(good[1], cfg.columns, kind)
+                unused = [name for name, value in to_dict(cfg.columns).items() if value is not None and name not in USES[shape.name]]
+                if unused:
+                    raise UserError(f"columns.{unused[0]} would have no effect on {shape.name}; remove it, or set --kind")
+            except UserError as error:
+                raise UserError(f"{good[0]}: {error}") from None
+            print(show(f"{source.path}: {shape.kind}, {shape.name} (from {good[0]})"), flush=True)
+            break
+        if len(seen) == 10:
+            break
+    chunks = chain(seen, chunks)
+    shape = shape or Shape(kind or "prompts", "prompts")  # no row can be read, and each says why
+    columns = cfg.columns
+    if shape.kind == "preference" and shape.name in ("rated rows", "thumbs"):
+        chunks, columns = group_rows(chunks, shape, columns, folder), Columns()
+    name = source.path if is_local(source.path) else f"{source.path}[{(source.hub or cfg.hub).split or 'train'}]"
+    return Work(cfg, shape, columns, name, role, source.weight), chunks
+
+
+def run_chunks(tasks: Iterator[tuple[Chunk, Work]], folder: Path, workers: int, start: tuple, files: int) -> Iterator[tuple[Path, dict]]:
+    """Process chunks in order, `workers` at a time; yields (chunk file, statistics). One that is there already is not made again."""
+    numbered = ((chunk, work, folder / f"{i:07d}.arrow") for i, (chunk, work) in enumerate(tasks))
+    head = list(islice(numbered, 2))
+    pool = None
+    if workers > 1 and len(head) > 1:  # one chunk is not worth a pool
+        pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=start_worker, initargs=start)
+    else:
+        start_worker(*start)
+    waiting: deque = deque()
+    with progress_bar(label="preparing", unit="file", total=files) as bar, pool or nullcontext():
+        for chunk, work, file in chain(head, numbered):
+            stats = chunk_stats(file) or (pool.submit(process_chunk, chunk, work, file) if pool else process_chunk(chunk, work, file))
+            waiting.append((chunk.share, file, stats))
+            while len(waiting) > (2 * workers if pool else 0):
+                yield finish_chunk(*waiting.popleft(), bar)
+        while waiting:
+            yield finish_chunk(*waiting.popleft(), bar)
+
+
+def finish_chunk(share: float, file: Path, stats, bar) -> tuple[Path, dict]:
+    try:
+        stats = stats if isinstance(stats, dict) else stats.result()
+    except BrokenProcessPool:
+        raise UserError("a worker process was killed, perhaps for memory; run again with fewer --workers: what is finished is kept") from None
+    bar.update(round(share, 4))
+    return file, stats
+
+
 def prepare(cfg: DataConfig) -> dict:
     """Run stage 1; returns the report that is also written to report.json."""
     from utils.models import load_tokenizer
 
     started = time.time()
-    sources = [cfg.source] if isinstance(cfg.source, str) else list(cfg.source)
-    if not 0 <= cfg.eval_fraction < 1:
-        raise UserError(f"eval_fraction {cfg.eval_fraction} must be at least 0 and below 1")
-    if cfg.hub != Hub() and all(Path(s).exists() or glob.glob(s) for s in sources):
-        raise UserError("hub.* is set but every source is a local file, so it would have no effect; remove it")
+    sources, test_sources = check_config(cfg)
+    output = Path(cfg.output_dir)
+    restore_folder(output)
+    earlier = cfg.refresh and output.exists() and any(output.iterdir())
+    if not earlier:
+        check_output_dir(cfg.output_dir, cfg.overwrite)
     tokenizer = load_tokenizer(cfg.tokenizer)
     excluded = read_excluded([cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or [])
+    kind = folder_kind(cfg.output_dir) if earlier else cfg.kind
+    if earlier and cfg.kind not in (None, kind):
+        raise UserError(f"output_dir {output} holds {kind}, so {cfg.kind} cannot be added; choose another folder")
+    folder = workshop(cfg, [*sources, *test_sources])
 
-    # 1. read, convert and check each row
-    kept: dict[str, list[dict]] = {"train": [], "test": []}
+    # 1. rows -> chunk files, in parallel
+    works: list[Work] = []
+    old_side: dict[str, int] = {}
+
+    def tasks() -> Iterator[tuple[Chunk, Work]]:
+        nonlocal kind
+        for split, side in (("train", TRAIN), ("test", TEST)) if earlier else ():
+            for file in sorted(output.glob(f"{split}-*.parquet")):
+                old_side[str(file)] = side
+                for chunk in read_file(str(file)):
+                    yield chunk, Work(cfg, Shape(kind, "earlier output"), Columns(), str(file), "old")
+        first_source = chunks_of(sources[0], "new", cfg, kind, folder)  # it decides the kind
+        kind = first_source[0].shape.kind
+        for role, source in [*(("test", s) for s in test_sources), *(("new", s) for s in sources)]:
+            work, chunks = first_source if source is sources[0] else chunks_of(source, role, cfg, kind, folder)
+            works.append(work)
+            for chunk in chunks:
+                yield chunk, work
+
+    workers = cfg.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    files, stats = [], []
     dropped: Counter[str] = Counter()
-    examples: dict[str, list[dict]] = {}
-    lengths: dict[str, list[int]] = {}
-    by_source: dict[str, dict[str, int]] = {}
-    kind, seen, longer_chosen = cfg.kind, set(), 0
-    for source in sources:
-        counts = by_source[source] = {"rows": 0, "kept": 0}
-        for place, raw in progress_bar(read_source(source, cfg.hub), f"reading {Path(source).name}", unit="rows"):
-            counts["rows"] += 1
-            try:
-                if isinstance(raw, BadRow):
-                    raise raw
-                if kind is None and isinstance(raw, dict):
-                    kind = detect_kind(raw, cfg.columns)
-                    print(f"kind: {kind} (detected from {place})", flush=True)
-                row = convert(raw, kind or "prompts", cfg.columns, cfg.prompt_suffix)
-                row_lengths = check_lengths(row, kind, tokenizer, cfg.max_prompt_length, cfg.max_response_length)
-                content = json.dumps({k: v for k, v in row.items() if k != "metadata"}, sort_keys=True, ensure_ascii=False)
-                row["id"] = hashlib.sha256(content.encode()).hexdigest()[:16]
-                if row["id"] in excluded or json.dumps(row["prompt"]) in excluded:
-                    raise BadRow("excluded", "listed in exclude")
-                if row["id"] in seen:
-                    raise BadRow("duplicate", "the same row stood before")
-            except BadRow as bad:
-                if cfg.on_bad_row == "error" and bad.reason != "excluded":
-                    raise UserError(f"{place}: {bad.reason}: {bad.detail}; --on_bad_row skip drops such rows") from None
-                dropped[bad.reason] += 1
-                if len(examples.setdefault(bad.reason, [])) < EXAMPLES_PER_REASON:
-                    examples[bad.reason].append({"place": place, "detail": bad.detail})
-                continue
-            seen.add(row["id"])
-            row["source"] = source
-            counts["kept"] += 1
-            for name, n in row_lengths.items():
-                lengths.setdefault(name, []).append(n)
-            longer_chosen += row_lengths.get("chosen", 0) > row_lengths.get("rejected", 0)
-            kept["test" if in_test_split(row["prompt"], cfg.seed, cfg.eval_fraction) else "train"].append(row)
+    examples: dict[str, list[dict]] = defaultdict(list)
+    shortened: Counter[str] = Counter()
+    drops = open(folder / "dropped.jsonl", "w", encoding="utf-8")
 
-    total = sum(counts["rows"] for counts in by_source.values())
-    if not total:
-        raise UserError(f"source {', '.join(sources)} has no rows")
-    if not kept["train"] and not kept["test"]:
+    def count_drop(place: str, reason: str, detail: str) -> None:
+        if cfg.on_bad_row == "error" and reason not in ASKED_FOR:
+            raise UserError(f"{place}: {reason}: {detail}; --on_bad_row skip drops such rows")
+        dropped[reason] += 1
+        drops.write(json.dumps({"place": place, "reason": reason, "detail": detail}, ensure_ascii=False) + "\n")
+        if len(examples[reason]) < EXAMPLES_PER_REASON:
+            examples[reason].append({"place": place, "detail": detail})
+
+    parts = sum(1 if is_saved(s.path) else max(1, len(source_files(s.path))) for s in [*sources, *test_sources])
+    for file, s in run_chunks(tasks(), folder / "chunks", workers, (tokenizer, excluded), parts):
+        for drop in s.pop("dropped"):
+            count_drop(*drop)
+        shortened.update(s.pop("shortened"))
+        files.append(file)
+        stats.append(s)
+
+    # 2. what no row can know of itself
+    d = decide(files, stats, cfg, [old_side.get(s["source"], TRAIN) for s in stats], folder)
+    new = folder / "new"
+    new.mkdir()
+    if cfg.filter is not None:
+        if kind != "preference":
+            raise UserError(f"filter is for preference pairs and would have no effect on {kind}")
+        drop_contradicted(cfg, files, stats, d, new)
+    first = np.cumsum([0, *(s["kept"] for s in stats)])
+    by_source: dict[str, dict] = {w.source: {"shape": w.shape.name, "rows": 0, "kept": 0} for w in works}
+    histograms = {name: np.zeros(1, dtype=np.int64) for name in ("prompt", *ANSWERS[kind or "prompts"])}
+    rows_in = candidates = longer_chosen = 0
+    for i, s in enumerate(stats):
+        if s["role"] == "old":
+            continue
+        rows_in, candidates = rows_in + s["rows"], candidates + s["candidates"]
+        codes = d.code[first[i] : first[i + 1]]
+        by_source[s["source"]]["rows"] += s["rows"]
+        by_source[s["source"]]["kept"] += int((codes == 0).sum())
+        if codes.any():
+            names = read_chunk(files[i], ["_place"])["_place"].to_pylist()
+            for k in np.flatnonzero(codes).tolist():
+                reason, twin = REASONS[codes[k]], int(d.twin[first[i] + k])
+                if twin >= 0 and dropped[reason] < 100:  # for each to be looked up there may be too many
+                    j = int(np.searchsorted(first, twin, side="right")) - 1
+                    count_drop(names[k], reason, f"with {read_chunk(files[j], ['_place'])['_place'][twin - int(first[j])]}")
+                else:
+                    count_drop(names[k], reason, "")
+        if s["kept"]:
+            lengths = chunk_keys(files[i], ["lengths"])["lengths"][codes == 0]
+            for name, column in zip(histograms, lengths.T):
+                counts = np.bincount(column, minlength=len(histograms[name]))
+                counts[: len(histograms[name])] += histograms[name]
+                histograms[name] = counts
+            if kind == "preference":
+                longer_chosen += int((lengths[:, 1] > lengths[:, 2]).sum())
+    drops.close()
+    if not rows_in:
+        raise UserError(f"source {', '.join(s.path for s in sources)} has no rows")
+    is_new = np.repeat([s["role"] != "old" for s in stats], [s["kept"] for s in stats]) & (d.code == 0)
+    if not is_new.any() and not earlier:
         worst, n = dropped.most_common(1)[0]
         example = examples[worst][0]
-        raise UserError(f"all {total} rows were dropped, {n} of them as {worst}: {example['place']}: {example['detail']}")
+        raise UserError(f"all {rows_in} rows were dropped, {n} of them as {worst}: {example['place']}: {example['detail']}")
 
-    # 2. write; nothing is replaced before there is something to put there
-    folder = open_output_dir(cfg.output_dir, cfg.overwrite)
-    record_run(folder, cfg)
-    random.Random(cfg.seed).shuffle(kept["train"])
-    for split, rows in kept.items():
-        write_split(rows, kind, split, folder)
+    # 3. write; nothing is replaced before everything is there
+    rows_out, new_files = {}, []
+    for split, side in (("train", TRAIN), ("test", TEST)):
+        rows_out[split] = int(d.copies[is_new & (d.side == side)].sum())
+        old_files = sorted(output.glob(f"{split}-*.parquet")) if earlier else []
+        tables = kept_rows(files, stats, d, kind, side, cfg.seed if side == TRAIN else None)
+        new_files += write_split(tables, split, rows_out[split], kind, new, old_files)
     report = {
         "kind": kind,
-        "rows_in": total,
-        "rows_out": {split: len(rows) for split, rows in kept.items()},
+        "rows_in": rows_in,
+        "candidates": candidates,
+        "rows_out": rows_out,
         "dropped": dict(dropped.most_common()),
         "dropped_examples": examples,
+        "shortened": dict(shortened),
         "sources": by_source,
-        "tokens": {name: percentiles(values) for name, values in lengths.items()},
+        "tokens": {name: percentiles(h) for name, h in histograms.items() if h.sum()},
     }
-    if kind == "preference":
-        report["longer_answer_chosen"] = round(longer_chosen / (len(kept["train"]) + len(kept["test"])), 4)
-    write_json(folder / "report.json", report)
-    record_run(folder, cfg, started)
+    kept = int(is_new.sum())
+    if kind == "preference" and kept:
+        report["longer_answer_chosen"] = round(longer_chosen / kept, 4)
+    if earlier:
+        before = json.loads((output / "report.json").read_text(encoding="utf-8")) if (output / "report.json").is_file() else {}
+        report["added"] = {"rows": dict(rows_out), "files": new_files, "already_there": dropped["already_there"]}
+        report["rows_out"] = {split: n + before.get("rows_out", {}).get(split, 0) for split, n in rows_out.items()}
+        report["earlier"] = [*before.pop("earlier", []), before]
+    os.replace(folder / "dropped.jsonl", new / "dropped.jsonl")
+    if cfg.coverage is not None:
+        report["coverage"] = measure_coverage(cfg, new)
+    shown = first_rows(new, new_files, 5)
+    write_text(new / "report.html", report_page(report, histograms, shown, kind, tokenizer))
+    write_json(new / "report.json", report)
+    record_run(new, cfg, started)
+    replace_folder(new, output)
+    shutil.rmtree(folder)
 
-    # 3. say what happened
-    print_example((kept["train"] or kept["test"])[0], kind, tokenizer)
-    print(f"{total} rows read: {len(kept['train'])} train, {len(kept['test'])} test, {sum(dropped.values())} dropped")
+    # 4. say what happened
+    if shown:
+        print_example(shown[0], kind, tokenizer)
+    made = f" into {candidates} candidates" if candidates != rows_in else ""
+    print(f"{rows_in} rows read{made}: {rows_out['train']} train, {rows_out['test']} test, {sum(dropped.values())} dropped")
     for reason, n in dropped.most_common():
         print(show(f"  dropped {n} {reason}, e.g. {examples[reason][0]['place']}: {examples[reason][0]['detail']}"))
-    print(f"wrote {folder}", flush=True)
+    for part, n in shortened.items():
+        print(f"  shortened {n} {part}; the whole text is kept in the metadata")
+    if not rows_out["test"] and not earlier:
+        print("  the test split is empty; a higher eval_fraction or an eval_source fills it")
+    if "coverage" in report:
+        print(f"  {report['coverage']['share']:.1%} of {report['coverage']['prompts']} real prompts have a close train prompt; see coverage.jsonl")
+    print(f"wrote {output}", flush=True)
     return report
+
+
+def first_rows(folder: Path, files: list[str], n: int) -> list[dict]:
+    """The first rows of the first new file that has any."""
+    import pyarrow.parquet
+
+    for name in files:
+        for batch in pyarrow.parquet.ParquetFile(folder / name).iter_batches(n):
+            return batch.to_pylist()
+    return []
 
 
 if __name__ == "__main__":

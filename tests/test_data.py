@@ -1,241 +1,578 @@
-"""Stage 1: what becomes of each shape of row, and of bad ones."""
+"""Stage 1: files of every type, lengths, duplicates, the split, and that every row is accounted for.
 
+The letters and numbers (D01, ...) are those of public bug reports of this field; those about a row's shape are in test_shapes.py.
+"""
+
+import csv
 import gzip
 import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
 import pytest
 
-from conftest import byte_tokenizer, messages
-from prepare_data import BadRow, Columns, DataConfig, Hub, check_lengths, convert, detect_kind, in_test_split, parse_hh, prepare, read_source
+from conftest import ROOT, byte_tokenizer, messages
+from prepare_data import Coverage, DataConfig, Filter, Source, in_test_split, prepare, prompt_key
 from utils.config import UserError
-from utils.data import encode_prompt, encode_response, load_rows
+from utils.data import decode_response, encode_dialogues, encode_prompt, encode_response, encode_responses, load_rows
+from utils.models import load_tokenizer
+from utils.shapes import Columns
+from utils.similarity import MINIMA, Groups, one_byte, signatures, similarity
+from utils.sources import BadRow, Hub, read_source
 
 
 def user(text):
     return {"role": "user", "content": text}
 
 
-def assistant(text):
-    return {"role": "assistant", "content": text}
+def pairs(n, start=0):
+    """Rows that are nothing like each other."""
+    rng = random.Random(start)
+    word = lambda: "".join(rng.choices("abcdefghij", k=6))  # noqa: E731
+    return [{"prompt": f"{word()} {word()} {word()}", "chosen": f"{word()} {word()}", "rejected": word()} for _ in range(n)]
 
 
-def reason(row, kind="preference", **kwargs):
-    with pytest.raises(BadRow) as caught:
-        convert(row, kind, Columns(**kwargs))
-    return caught.value.reason
+def write(path, rows):
+    """Rows (objects, or raw lines) as JSON lines."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+    return str(path)
 
 
 def run(tmp_path, rows, tiny, name="raw.jsonl", **changes):
-    """Prepare rows (objects, or raw lines) and return (report, train rows, test rows)."""
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    (tmp_path / name).write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
-    settings = dict(source=str(tmp_path / name), tokenizer=tiny, output_dir=str(tmp_path / "out"), eval_fraction=0.0, overwrite=True)
+    """Prepare rows and return (report, train rows)."""
+    settings = dict(tokenizer=tiny, output_dir=str(tmp_path / "out"), eval_fraction=0.0, overwrite=True)
+    if "source" not in changes:
+        settings["source"] = write(tmp_path / name, rows)
     report = prepare(DataConfig(**settings | changes))
-    return report, load_rows(str(tmp_path / "out"), "train", (report["kind"],))
+    assert report["candidates"] == sum(s["kept"] for s in report["sources"].values()) + sum(report["dropped"].values())
+    return report, load(tmp_path / "out", "train")
 
 
-# --- shapes
+def load(folder, split):
+    return [row for file in sorted(Path(folder).glob(f"{split}-*.parquet")) for row in pyarrow.parquet.read_table(file).to_pylist()]
 
 
-def test_hh_prompt_ends_before_the_last_answer():
-    start = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: "
-    row = convert({"chosen": start + "X", "rejected": start + "Y"}, "preference", Columns())
-    assert row["prompt"] == [user("a"), assistant("b"), user("c")]
-    assert (row["chosen"], row["rejected"]) == ("X", "Y")
+def drops(folder):
+    return [json.loads(line) for line in (Path(folder) / "dropped.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_hh_marker_inside_a_text_is_no_turn():
-    text = "\n\nHuman: what does\nAssistant: mean? And Human: too\n\nAssistant: It is a label."
-    assert parse_hh(text) == [user("what does\nAssistant: mean? And Human: too"), assistant("It is a label.")]
+def texts(rows):
+    return {row["prompt"][-1]["content"] for row in rows}
 
 
-def test_hh_neighbouring_turns_of_one_role_are_joined():
-    start = "\n\nHuman: a\n\nHuman: b\n\nAssistant: "
-    assert convert({"chosen": start + "X", "rejected": start + "Y"}, "preference", Columns())["prompt"] == [user("a\n\nb")]
+# --- D04, D07, D08, D09, D10: lengths
 
 
-def test_hh_rows_that_cannot_be_pairs():
-    start = "\n\nHuman: a\n\nAssistant: "
-    assert reason({"chosen": start + "x\n\nHuman: y", "rejected": start + "x"}) == "no_final_answer"
-    assert reason({"chosen": start + "x", "rejected": "\n\nHuman: b\n\nAssistant: x"}) == "different_prompts"
-    assert reason({"chosen": start + "x", "rejected": start}) == "empty_response"
-    assert reason({"chosen": "plain text", "rejected": "other text"}) == "no_prompt"
+def rows_of_lengths(prompt, *answers):
+    return {"prompt": "p" * prompt, "chosen": "a" * answers[0], "rejected": "b" * answers[1]}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "q", "chosen": "A", "rejected": "B"},
-        {"question": "q", "chosen": "A", "rejected": "B"},
-        {"prompt": [user("q")], "chosen": [assistant("A")], "rejected": [assistant("B")]},
-        {"prompt": "q", "chosen": [user("q"), assistant("A")], "rejected": [user("q"), assistant("B")]},
-        {"chosen": [user("q"), assistant("A")], "rejected": [user("q"), assistant("B")]},
-        ],
-)
-def test_preference_shapes(row):
-    out = convert(row, detect_kind(row, Columns()), Columns())
-    assert (out["prompt"], out["chosen"], out["rejected"], out["margin"]) == ([user("q")], "A", "B", None)
+def test_d09_limits_are_inclusive_and_measured_as_training_will_see_them(tmp_path, tiny):
+    tokenizer = load_tokenizer(tiny)
+    system = [{"role": "system", "content": "s"}, user("hello")]
+    n = len(encode_prompt(tokenizer, system))  # with the template and the system turn
+    row = {"prompt": system, "chosen": "abc", "rejected": "abcdef"}
+    for prompt_limit, response_limit, dropped in [(n, 7, {}), (n - 1, 7, {"prompt_too_long": 1}), (n, 6, {"response_too_long": 1}), (n + 1, 8, {})]:
+        report, rows = run(tmp_path, [row, {"prompt": "x", "chosen": "a", "rejected": "b"}], tiny, max_prompt_length=prompt_limit, max_response_length=response_limit)
+        assert report["dropped"] == dropped and len(rows) == 2 - len(dropped)
 
 
-@pytest.mark.parametrize(
-    "prompt, chosen, rejected, kept",
-    [
-        ("What is a cat?", "What is a cat? An animal.", "What is a cat?\nA plant.", ("An animal.", "A plant.")),  # repeated in front of both
-        ("What is a cat?", "What is a cat? An animal.", "A plant.", ("What is a cat? An animal.", "A plant.")),
-        ("Hi", "Hi there! How can I help?", "Hi you", ("Hi there! How can I help?", "Hi you")),  # a greeting, no repetition
-        ("I", "It is good", "It is bad", ("It is good", "It is bad")),
-        ("one two three", "one two threefold", "one two threes", ("one two threefold", "one two threes")),
-    ],
-)
-def test_a_repeated_prompt_is_used_once_and_answers_keep_their_start(prompt, chosen, rejected, kept):
-    out = convert({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "preference", Columns())
-    assert (out["prompt"], out["chosen"], out["rejected"]) == ([user(prompt)], *kept)
+def test_d08_d09_long_prompts_keep_their_last_turns_or_go(tmp_path, tiny):
+    tokenizer = load_tokenizer(tiny)
+    turns = [{"role": "system", "content": "s"}, user("one" * 9), {"role": "assistant", "content": "two"}, user("three")]
+    kept = [turns[0], turns[3]]
+    rows = [{"prompt": turns, "chosen": "a", "rejected": "b"}, {"prompt": "long" * 50, "chosen": "a", "rejected": "b"}]
+    limit = len(encode_prompt(tokenizer, kept))
+    report, (row,) = run(tmp_path, rows, tiny, max_prompt_length=limit, long_prompt="keep_last_turns")
+    assert row["prompt"] == kept and json.loads(row["metadata"])["_raw"]["prompt"] == turns
+    assert report["shortened"] == {"prompt": 1} and report["dropped"] == {"prompt_too_long": 1}  # one turn cannot be cut
+    with pytest.raises(UserError, match="all 2 rows were dropped, 2 of them as prompt_too_long"):
+        run(tmp_path, rows, tiny, max_prompt_length=limit, long_prompt="filter")
 
 
-def test_columns_of_other_kinds_are_kept_as_metadata():
-    row = {"prompt": "q", "chosen": "A", "rejected": "B", "reward": 2, "reference": "r", "answer": "a", "other": 1}
-    out = convert(row, "preference", Columns())
-    assert json.loads(out["metadata"]) == {"reward": 2, "reference": "r", "answer": "a", "other": 1}
+def test_d07_d08_each_answer_is_cut_by_itself(tmp_path, tiny):
+    report, (row,) = run(tmp_path, [rows_of_lengths(6, 3, 20)], tiny, max_response_length=10, long_response="truncate")
+    assert (row["chosen"], row["rejected"]) == ("aaa", "b" * 9)  # and eos
+    assert json.loads(row["metadata"])["_raw"] == {"rejected": "b" * 20} and report["shortened"] == {"rejected": 1}
+    assert report["tokens"]["rejected"]["p100"] == 10
+    report, rows = run(tmp_path, [rows_of_lengths(6, 3, 20), rows_of_lengths(5, 3, 4)], tiny, max_response_length=10)
+    assert report["dropped"] == {"response_too_long": 1} and len(rows) == 1
 
 
-def test_gsm8k():
-    row = {"question": "2+2?", "answer": "2+2 = <<2+2=4>>4\n#### 1,004"}
-    out = convert(row, detect_kind(row, Columns()), Columns(), " Think.")
-    assert out["prompt"] == [user("2+2? Think.")] and out["ground_truth"] == "1,004" and out["reference"] == row["answer"]
-    assert reason({"question": "2+2?", "answer": "no idea\n#### "}, "prompts") == "empty_ground_truth"
+def test_d04_pairs_that_become_equal_by_cutting_are_dropped(tmp_path, tiny):
+    rows = [
+        {"prompt": "w " * 20, "chosen": "same words then X", "rejected": "same words then Y"},
+        {"prompt": "w " * 20, "chosen": "same words here X", "rejected": "same words here"},  # differ where eos would stand
+        {"prompt": "w " * 20, "chosen": "X same words", "rejected": "Y same words"},
+    ]
+    report, kept = run(tmp_path, rows, tiny, max_response_length=16, long_response="truncate")
+    assert report["dropped"] == {"equal_after_truncation": 2} and [r["chosen"] for r in kept] == ["X same words"]
 
 
-def test_trajectories():
-    row = {"prompt": "q", "response": "r", "reward": 1, "logprobs": [-1, -2.5], "annotator": "x"}
-    out = convert(row, detect_kind(row, Columns()), Columns())
-    assert (out["response"], out["reward"], out["logprobs"]) == ("r", 1.0, [-1.0, -2.5])
-    assert json.loads(out["metadata"]) == {"annotator": "x"}
-    assert reason(row | {"reward": None}, "trajectories") == "no_reward"
-    assert reason(row | {"reward": "1"}, "trajectories") == "wrong_type"
-    assert reason(row | {"reward": float("nan")}, "trajectories") == "wrong_type"
+def test_d04_neighbour_other_text_with_the_same_tokens(tmp_path, tiny):
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
+    tokenizer.save_pretrained(tmp_path / "lower")
+    (tmp_path / "lower" / "config.json").write_text((Path(tiny) / "config.json").read_text())
+    report, _ = run(tmp_path, [{"prompt": "q", "chosen": "YES", "rejected": "yes"}, {"prompt": "r", "chosen": "a", "rejected": "b"}], str(tmp_path / "lower"))
+    assert report["dropped"] == {"equal_answers": 1}
 
 
-def test_mapped_columns():
-    row = {"ask": "q", "good": "A", "bad": "B", "by": 2}
-    out = convert(row, "preference", Columns(prompt="ask", chosen="good", rejected="bad", margin="by"))
-    assert (out["prompt"], out["chosen"], out["rejected"], out["margin"], out["metadata"]) == ([user("q")], "A", "B", 2.0, None)
-    assert reason(row, prompt="question") == "missing_column"
+@pytest.mark.parametrize("text", ["éèêëéèêë", "😀😀😀", "a😀b😀c", "日本語日本語", "x    y    z   "])
+def test_cut_answers_hold_whole_characters_and_fit(tmp_path, tiny, text):
+    tokenizer = load_tokenizer(tiny)
+    for limit in range(3, len(text.encode()) + 2):
+        report = None
+        try:
+            report, (row,) = run(tmp_path, [{"prompt": "q", "response": text, "reward": 1.0}], tiny, max_response_length=limit, long_response="truncate")
+        except UserError as error:
+            assert "has no token left" in str(error) and len(text[0].encode()) > limit - 1
+            continue
+        ids = encode_response(tokenizer, row["response"])
+        assert len(ids) <= limit and text.startswith(row["response"]) and "\ufffd" not in row["response"]
+        longer = text[: len(row["response"]) + 1].strip()
+        assert len(encode_response(tokenizer, longer)) > limit or longer == row["response"] or longer == text.strip()
 
 
-# --- bad rows
+def test_logprobs_are_cut_with_their_response_and_their_number_is_checked(tmp_path, tiny):
+    row = {"prompt": "q", "response": "abcdefgh", "reward": 1, "logprobs": [-float(i) for i in range(9)]}
+    _, (out,) = run(tmp_path, [row], tiny, max_response_length=5, long_response="truncate")
+    assert (out["response"], out["logprobs"]) == ("abcd", [-0.0, -1.0, -2.0, -3.0])
+    report, _ = run(tmp_path, [row, row | {"prompt": "r", "logprobs": [-1.0] * 8}, row | {"prompt": "s", "logprobs": [-1.0] * 7}], tiny)
+    assert report["dropped"] == {"logprobs_length": 1}
 
 
-@pytest.mark.parametrize(
-    "row, why",
-    [
-        ({"prompt": "q", "chosen": "", "rejected": "b"}, "empty_response"),
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "empty_response"),
-        ({"prompt": "   ", "chosen": "a", "rejected": "b"}, "empty_prompt"),
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, "empty_prompt"),
-        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "equal_answers"),
-        ({"prompt": "q", "chosen": "a ", "rejected": "a"}, "equal_answers"),
-        ({"prompt": "q", "chosen": 3, "rejected": "b"}, "wrong_type"),
-        ({"prompt": [{"role": "user", "content": None}], "chosen": "a", "rejected": "b"}, "wrong_type"),
-        ({"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}, "wrong_type"),
-        ({"prompt": "q", "chosen": "a", "rejected": "\ud800"}, "broken_text"),
-        ([1, 2], "wrong_type"),
-        ("text", "wrong_type"),
-    ],
-)
-def test_bad_rows(row, why):
-    assert reason(row) == why
+# --- D10, D11, D12, D13, D22: one encoding everywhere
 
 
-def test_every_row_is_accounted_for(tmp_path, tiny, capsys):
+def test_d10_d13_ids_are_those_of_prompt_and_answer_apart_in_every_function():
+    tokenizer = byte_tokenizer()
+    for prompt, answer in [("Answer: ", "yes"), ("Answer:", " yes"), ("line\n", "\nline"), ("a<|end|>", "<|end|>b")]:
+        alone = encode_prompt(tokenizer, messages(prompt)), encode_response(tokenizer, answer)
+        assert alone[0] == encode_dialogues(tokenizer, [messages("x"), messages(prompt), messages("longer than both")])[1]
+        assert alone[1] == encode_responses(tokenizer, ["x", answer])[1] and alone[1][-1] == tokenizer.eos_token_id
+        assert decode_response(tokenizer, alone[1]) == answer.replace("<|end|>", "<|end|>")
+
+
+@pytest.mark.parametrize("bos, template_has_it, count", [(False, False, 0), (True, False, 1), (True, True, 1)])
+def test_d11_d12_one_bos_for_models_that_have_one(bos, template_has_it, count):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    if bos:
+        tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)])
+        tokenizer.chat_template = ("<|bos|>" if template_has_it else "") + tokenizer.chat_template
+    rows = encode_dialogues(tokenizer, [messages("a"), messages("longer")])
+    for ids in [*rows, encode_prompt(tokenizer, messages("a"))]:
+        assert None not in ids and sum(i == tokenizer.bos_token_id for i in ids) == count and (not count or ids[0] == tokenizer.bos_token_id)
+    assert tokenizer.bos_token_id not in encode_response(tokenizer, "a")  # an answer never begins with one
+
+
+def test_d22_no_token_is_added_for_padding(tiny):
+    tokenizer = load_tokenizer(tiny)
+    assert tokenizer.pad_token_id is not None and tokenizer.pad_token_id < 259 == len(tokenizer)
+
+
+def test_d15_a_template_that_refuses_a_role_costs_only_its_rows(tmp_path, tiny):
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "strict")
+    (tmp_path / "strict" / "config.json").write_text((Path(tiny) / "config.json").read_text())
+    rows = [{"prompt": "a"}, {"prompt": [{"role": "system", "content": "s"}, user("b")]}, {"prompt": "c"}]
+    report, kept = run(tmp_path, rows, str(tmp_path / "strict"))
+    assert report["dropped"] == {"refused_by_template": 1} and texts(kept) == {"a", "c"}
+    assert "no system role" in report["dropped_examples"]["refused_by_template"][0]["detail"]
+
+
+# --- D17, D18, D19: files
+
+
+def rows_of(source, hub=Hub()):
+    return [row for chunk in read_source(str(source), hub) for _, row in chunk.rows()]
+
+
+def places_of(source):
+    return [place.removeprefix(str(source)) for chunk in read_source(str(source)) for place, _ in chunk.rows()]
+
+
+def test_d18_broken_lines_are_named_and_the_others_kept(tmp_path, tiny):
     good = {"prompt": "q1", "chosen": "a", "rejected": "b"}
+    text = json.dumps(good)
     lines = [
-        json.dumps(good), "", json.dumps(good)[:-9], '{"prompt": "q\t", "chosen": "a", "rejected": "b"}', json.dumps(good) * 2,
-        json.dumps(good), json.dumps({"prompt": "q2", "chosen": "a"}), json.dumps({"prompt": "q3\u2028x", "chosen": "a", "rejected": "é 😀"}, ensure_ascii=False),
+        text, "", text[:-9], '{"prompt": "q\t", "chosen": "a", "rejected": "b"}', text * 2, text, json.dumps({"prompt": "q2", "chosen": "a"}),
+        json.dumps({"prompt": "q3\u2028x", "chosen": "a", "rejected": "é 😀"}, ensure_ascii=False), '{"prompt": 1' + "0" * 5000 + "}", "[" * 100_000, "\x00",
     ]
     report, rows = run(tmp_path, lines, tiny)
-    assert report["dropped"] == {"broken_row": 3, "duplicate": 1, "empty_response": 1}
-    assert report["rows_in"] == 7 == len(rows) + sum(report["dropped"].values())
-    assert {r["prompt"][0]["content"] for r in rows} == {"q1", "q3\u2028x"}
-    places = [example["place"].removeprefix(str(tmp_path)) for example in report["dropped_examples"]["broken_row"]]
-    assert places[0].startswith("/raw.jsonl:3:") and places[1].startswith("/raw.jsonl:4:") and places[2] == f"/raw.jsonl:5:{len(json.dumps(good)) + 1}"
+    assert report["dropped"] == {"broken_row": 6, "duplicate": 1, "missing_column": 1}
+    assert report["rows_in"] == 10 == len(rows) + sum(report["dropped"].values())
+    assert texts(rows) == {"q1", "q3\u2028x"}
+    places = [drop["place"].removeprefix(str(tmp_path)) for drop in drops(tmp_path / "out") if drop["reason"] == "broken_row"]
+    assert places[0].startswith("/raw.jsonl:3:") and places[1].startswith("/raw.jsonl:4:") and places[2] == f"/raw.jsonl:5:{len(text) + 1}"
 
 
-def test_strict_mode_stops_at_the_first_bad_row(tmp_path, tiny):
+def test_d18_strict_mode_stops_at_the_first_bad_row_and_leaves_nothing(tmp_path, tiny):
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a", "rejected": "a"}]
     with pytest.raises(UserError, match=r"raw.jsonl:2: equal_answers"):
-        run(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a", "rejected": "a"}], tiny, on_bad_row="error")
+        run(tmp_path, rows, tiny, on_bad_row="error")
+    with pytest.raises(UserError, match=r"raw.jsonl:2: duplicate: with .*raw.jsonl:1"):
+        run(tmp_path, rows[:1] * 2, tiny, on_bad_row="error")
     assert not (tmp_path / "out").exists()
 
 
 def test_all_bad_is_an_error(tmp_path, tiny):
     with pytest.raises(UserError, match="all 2 rows were dropped, 2 of them as equal_answers"):
         run(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "a"}] * 2, tiny)
+    with pytest.raises(UserError, match="has no rows"):
+        run(tmp_path, [""], tiny)
 
 
-# --- files
+ROWS = [{"prompt": "é\u2028x", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "😀 \"quoted\"\nline", "n": 3}]
 
 
-def test_json_array_gz_bom_and_parquet(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet
+def zst(data):
+    with pa.BufferOutputStream() as sink, pa.CompressedOutputStream(sink, "zstd") as packed:
+        packed.write(data)
+        packed.flush()
+        packed.close()
+        return sink.getvalue().to_pybytes()
 
-    rows = [{"prompt": "é"}, {"prompt": "b"}]
-    (tmp_path / "array.jsonl").write_text(json.dumps(rows), encoding="utf-8-sig")
-    (tmp_path / "lines.json").write_text("\ufeff" + "\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8")
-    with gzip.open(tmp_path / "lines.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.write("\r\n".join(map(json.dumps, rows)))
-    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    for name in ("array.jsonl", "lines.json", "lines.jsonl.gz", "rows.parquet"):
-        assert [row for _, row in read_source(str(tmp_path / name), Hub())] == rows, name
+
+def test_d17_json_in_any_form(tmp_path):
+    lines = "\n".join(json.dumps(r, ensure_ascii=False) for r in ROWS)
+    contents = {
+        "array.json": json.dumps(ROWS), "array.jsonl": "\ufeff" + json.dumps(ROWS, indent=2, ensure_ascii=False), "lines.json": "\ufeff" + lines, "crlf.jsonl": lines.replace("}\n", "}\r\n") + "\r\n\r\n",
+        "object.json": json.dumps({"version": 2, "data": ROWS}, indent=1), "spaced.json": " \n" + json.dumps(ROWS) + "\n ",
+    }
+    for name, text in contents.items():
+        data = text.encode()
+        (tmp_path / name).write_bytes(data)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(data[:20]) + gzip.compress(data[20:]))  # two members
+        (tmp_path / f"{name}.zst").write_bytes(zst(data))
+        for file in (name, f"{name}.gz", f"{name}.zst"):
+            assert rows_of(tmp_path / file) == ROWS, file
     (tmp_path / "report.json").write_text("{}")  # about data, as stage 1 and the hub write it
-    assert len(list(read_source(str(tmp_path), Hub()))) == 8
-    assert len(list(read_source(str(tmp_path / "*lines*"), Hub()))) == 4
+    assert len(rows_of(tmp_path)) == 3 * 3 * len(contents)
+    assert len(rows_of(tmp_path / "*lines*")) == 9
+    (tmp_path / "one.json").write_text(json.dumps(ROWS[0], indent=2))
+    assert rows_of(tmp_path / "one.json") == ROWS[:1]
+    mixed = [{"prompt": "a", "id": 1}, {"prompt": "b", "id": "x"}, {"prompt": "c", "id": None}]
+    (tmp_path / "mixed.json").write_text(json.dumps(mixed))
+    assert rows_of(tmp_path / "mixed.json") == mixed
+
+
+def test_d17_a_long_array_is_read_in_pieces(tmp_path):
+    rows = [{"prompt": "x" * 997 + "é😀" + str(i), "n": [i, {"deep": "]},{"}]} for i in range(5000)]  # larger than the pieces
+    (tmp_path / "long.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1))
+    assert rows_of(tmp_path / "long.json") == rows
+    assert max(len(chunk.data) for chunk in read_source(str(tmp_path / "long.json"))) <= 1000
+    big = [{"prompt": "y" * 3_000_000}, 7, "text", None, {"prompt": "z"}]
+    (tmp_path / "big.json").write_text(json.dumps(big))
+    assert rows_of(tmp_path / "big.json") == big
+
+
+def test_csv_and_tsv(tmp_path):
+    for name, delimiter in (("rows.csv", ","), ("rows.tsv", "\t")):
+        with open(tmp_path / name, "w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, ["prompt", "n"], delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows([*ROWS, {"prompt": "", "n": "NULL"}])
+        assert rows_of(tmp_path / name) == [{k: str(v) for k, v in row.items()} for row in ROWS] + [{"prompt": None, "n": "NULL"}]
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+        (tmp_path / f"{name}.zst").write_bytes(zst((tmp_path / name).read_bytes()))
+        assert rows_of(tmp_path / f"{name}.gz") == rows_of(tmp_path / f"{name}.zst") == rows_of(tmp_path / name)
+    (tmp_path / "bad.csv").write_bytes(b'prompt,n\na,1\nb\n"c\nd",2,3\n\xff,4\n\ne,5\n"open,6\n')
+    rows = rows_of(tmp_path / "bad.csv")
+    assert [row["prompt"] for row in rows if isinstance(row, dict)] == ["a", "\udcff", "e"]
+    assert [row.detail for row in rows if isinstance(row, BadRow)] == [
+        "expected 2 cells, found 1 (lines 3 to 3)", "expected 2 cells, found 3 (lines 4 to 5)", "unexpected end of data (lines 9 to 9)",
+    ]
+    assert places_of(tmp_path / "bad.csv") == [":2", ":3", ":4", ":6", ":8", ":9"]
+    (tmp_path / "twice.csv").write_text("prompt,prompt\na,b\n")
+    with pytest.raises(UserError, match="twice.csv:1: expected one different name"):
+        rows_of(tmp_path / "twice.csv")
+
+
+def test_parquet_arrow_and_saved_datasets(tmp_path):
+    import datasets
+
+    table = pa.Table.from_pylist(ROWS * 700)
+    pa.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pa.OSFile(str(tmp_path / "stream.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    pa.feather.write_feather(table, str(tmp_path / "rows.feather"))
+    for name in ("rows.parquet", "file.arrow", "stream.arrow", "rows.feather"):
+        assert rows_of(tmp_path / name) == ROWS * 700 and places_of(tmp_path / name)[-1] == ":2100", name
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.select([2, 0]).save_to_disk(tmp_path / "one")  # an order that is not the file's
+    datasets.DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "both")
+    assert rows_of(tmp_path / "one") == [ROWS[2], ROWS[0]]
+    assert rows_of(tmp_path / "both") == ROWS and rows_of(tmp_path / "both", Hub(split="test")) == ROWS[1:2]
+    with pytest.raises(UserError, match="has the splits train, test"):
+        rows_of(tmp_path / "both", Hub(split="dev"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_names_with_split_and_revision(tmp_path, tiny, monkeypatch, streaming):
+    """The library reads local files in place of the hub's; what it is asked for is checked."""
+    import datasets
+
+    write(tmp_path / "train.jsonl", pairs(30)), write(tmp_path / "dev.jsonl", pairs(30)[:5] + pairs(5, start=3))
+    original, asked = datasets.load_dataset, []
+
+    def local(name, config, *, data_dir, split, revision, streaming):
+        asked.append((name, config, data_dir, split, revision, streaming))
+        return original("json", data_files=str(tmp_path / f"{split}.jsonl"), split="train", streaming=streaming, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    hub = Hub(name="main", data_dir="sub", revision="v1", streaming=streaming)
+    report, train = run(tmp_path, [], tiny, source="org/set", hub=hub, eval_source=Source("org/set", hub=Hub(split="dev", streaming=streaming)), eval_fraction=None)
+    assert set(asked) == {("org/set", "main", "sub", "train", "v1", streaming), ("org/set", None, None, "dev", None, streaming)}
+    assert report["rows_out"] == {"train": 25, "test": 10} and report["dropped"] == {"prompt_in_test": 5}
+    assert list(report["sources"]) == ["org/set[dev]", "org/set[train]"] and {r["source"] for r in train} == {"org/set[train]"}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: (_ for _ in ()).throw(ValueError("no such set\nmore")))
+    with pytest.raises(UserError, match=r"source org/set: neither a file here nor a readable hub dataset \(no such set\)"):
+        run(tmp_path, [], tiny, source="org/set")
+
+
+def test_d21_hdf5_text_is_text(tmp_path, tiny):
+    import h5py
+
+    prompts = ["é\u2028x", "plain", "😀"]
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["prompt"] = prompts  # variable length, UTF-8
+        file.create_dataset("chosen", data=[p.encode() for p in ("gut", "ü", "x")], dtype=h5py.string_dtype("utf-8", 8))  # fixed length, NUL-padded
+        file["rejected"] = np.array([b"a", b"bb", b"ccc"], dtype="S3")
+        file["margin"] = np.array([1, 2.5, 3], dtype=np.float32)
+    assert rows_of(tmp_path / "rows.h5")[1] == {"prompt": "plain", "chosen": "ü", "rejected": "bb", "margin": 2.5}
+    report, rows = run(tmp_path, [], tiny, source=str(tmp_path / "rows.h5"))
+    assert {(r["prompt"][0]["content"], r["chosen"], r["rejected"], r["margin"]) for r in rows} == set(zip(prompts, ("gut", "ü", "x"), ("a", "bb", "ccc"), (1.0, 2.5, 3.0)))
+    with h5py.File(tmp_path / "log.h5", "w") as file:  # trajectories in groups, with ragged and padded-free log-probabilities
+        for split in ("a", "b"):
+            group = file.create_group(f"runs/{split}")
+            group["prompt"], group["response"], group["reward"] = [f"{split} q"], ["ok"], np.array([1], dtype=np.int64)
+            ragged = group.create_dataset("logprobs", (1,), dtype=h5py.vlen_dtype(np.float64))
+            ragged[0] = [-1.0, -2.0, -0.5]
+    report, rows = run(tmp_path, [], tiny, source=str(tmp_path / "log.h5"))
+    assert [(r["prompt"][0]["content"], r["response"], r["reward"], r["logprobs"]) for r in sorted(rows, key=str)] and report["kind"] == "trajectories"
+    assert all(r["logprobs"] == [-1.0, -2.0, -0.5] for r in rows) and texts(rows) == {"a q", "b q"}
+    with h5py.File(tmp_path / "messages.h5", "w") as file:
+        file["prompt"], file["chosen"], file["rejected"] = [json.dumps([user("q")])], ["A"], ["B"]
+    assert run(tmp_path, [], tiny, source=str(tmp_path / "messages.h5"))[1][0]["prompt"] == [user("q")]
+    with h5py.File(tmp_path / "uneven.h5", "w") as file:
+        file["prompt"], file["chosen"] = ["a", "b"], ["x"]
+    with pytest.raises(UserError, match="uneven.h5: columns of / differ in length"):
+        rows_of(tmp_path / "uneven.h5")
+    with h5py.File(tmp_path / "latin.h5", "w") as file:
+        file["prompt"] = np.array([b"ok", b"\xe9t\xe9"])
+    rows = rows_of(tmp_path / "latin.h5")
+    assert rows[0] == {"prompt": "ok"} and rows[1].detail == "prompt: not UTF-8 at byte 1"
+
+
+def test_d21_several_processes_read_one_hdf5_file(tmp_path, tiny):
+    import h5py
+
+    rows = pairs(2500)
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        for name in rows[0]:
+            file[name] = [row[name] for row in rows]
+    report, kept = run(tmp_path, [], tiny, source=str(tmp_path / "rows.h5"), workers=2)
+    assert {(r["prompt"][0]["content"], r["chosen"], r["rejected"]) for r in kept} == {tuple(r.values()) for r in rows}
 
 
 def test_missing_and_unreadable_sources(tmp_path):
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:30])
-    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:20] + b"rubbish" * 9)
-    (tmp_path / "cut.json").write_text('[{"prompt": "a"},')
-    (tmp_path / "notes.txt").write_text("x")
+    data = gzip.compress(b'{"prompt": "a"}\n' * 100)
+    files = {
+        "bad.parquet": b"PAR1 nonsense", "cut.jsonl.gz": data[:30], "bad.jsonl.gz": data[:20] + b"rubbish" * 9, "bad.jsonl.zst": b"\x28\xb5\x2f\xfdrubbish", "no.json.gz": b"plain",
+        "cut.json": b'[{"prompt": "a"},\n{"prompt"', "comma.json": b'[{"prompt": "a"}\n {"prompt": "b"}]', "after.json": b'[{"prompt": "a"}] x', "latin.json": b'[{"prompt": "\xe9"}]',
+        "notes.txt": b"x", "bad.arrow": b"ARROW1 nonsense", "bad.h5": b"\x89HDF nonsense", "empty.csv": b"",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     for name, message in [
-        ("none.jsonl", "does not exist"), ("bad.parquet", "not a readable Parquet"), ("cut.jsonl.gz", "cannot be read"), ("bad.jsonl.gz", "cannot be read"),
-        ("cut.json", "cut.json:1:"), ("notes.txt", "unknown file type"),
+        ("none.jsonl", "does not exist"), ("bad.parquet", "not a readable Parquet"), ("cut.jsonl.gz", "cannot be read"), ("bad.jsonl.gz", "cannot be read"), ("bad.jsonl.zst", "cannot be read"), ("no.json.gz", "cannot be read"),
+        ("cut.json", "cut.json:2:"), ("comma.json", "comma.json:2:2: expected , or ]"), ("after.json", "after.json:1:.*text after the array"), ("latin.json", "not UTF-8"),
+        ("notes.txt", "unknown file type"), ("bad.arrow", "not a readable Arrow"), ("bad.h5", "not a readable HDF5"), ("empty.csv", "empty.csv:1"),
     ]:
         with pytest.raises(UserError, match=message):
-            list(read_source(str(tmp_path / name), Hub()))
+            rows_of(tmp_path / name)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserError, match="has no .jsonl"):
+        rows_of(tmp_path / "nothing")
 
 
-# --- lengths, split, output
+# --- duplicates, contradictions, near duplicates
 
 
-def test_length_limits_are_inclusive_and_measured_after_the_template():
-    tokenizer = byte_tokenizer()
-    row = {"prompt": messages("hello"), "chosen": "abc", "rejected": "abcdef"}
-    n = len(encode_prompt(tokenizer, row["prompt"]))
-    assert check_lengths(row, "preference", tokenizer, n, 7) == {"prompt": n, "chosen": 4, "rejected": 7}  # eos counts
-    for limits, why in [((n - 1, 7), "prompt_too_long"), ((n, 6), "response_too_long")]:
-        with pytest.raises(BadRow) as caught:
-            check_lengths(row, "preference", tokenizer, *limits)
-        assert caught.value.reason == why
-    assert encode_response(tokenizer, "abc")[-1] == tokenizer.eos_token_id
+def test_duplicates_and_contradictions(tmp_path, tiny):
+    rows = [
+        {"prompt": "q", "chosen": "left one", "rejected": "right one"}, {"prompt": "q", "chosen": "left one", "rejected": "right one", "by": "other"},
+        {"prompt": "r", "chosen": "up", "rejected": "down"}, {"prompt": "r", "chosen": "down", "rejected": "up"}, {"prompt": "r", "chosen": "up", "rejected": "sideways"},
+    ]
+    report, kept = run(tmp_path, rows, tiny)
+    assert report["dropped"] == {"contradicting_labels": 2, "duplicate": 1} and {r["rejected"] for r in kept} == {"right one", "sideways"}
+    assert [d["detail"].rsplit(":", 1)[1] for d in drops(tmp_path / "out")] == ["1", "4", "3"]
+    rows = [{"prompt": "2+2?", "ground_truth": "4"}, {"prompt": "2+2?", "ground_truth": "5"}, {"prompt": "1+1?", "ground_truth": "2"}, {"prompt": "1+1?", "ground_truth": "2", "reference": "easy"}]
+    report, kept = run(tmp_path, rows, tiny)
+    assert report["dropped"] == {"contradicting_labels": 2} and texts(kept) == {"1+1?"}
+    rows = [{"prompt": "q", "response": "r", "reward": 1}, {"prompt": "q", "response": "r", "reward": 0}, {"prompt": "q", "response": "r", "reward": 1}]
+    assert run(tmp_path, rows, tiny)[0]["dropped"] == {"duplicate": 1}  # a logged answer may well have had several rewards
 
 
-def test_a_template_that_refuses_a_role_drops_the_row():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
-    with pytest.raises(BadRow) as caught:
-        check_lengths({"prompt": [{"role": "system", "content": "s"}, user("q")]}, "prompts", tokenizer, 99, 99)
-    assert caught.value.reason == "refused_by_template" and "no system role" in caught.value.detail
+LONG = "It was a bright cold day in April and the clocks were striking thirteen while people hurried home through the wind and the dust of the long street"
 
 
-def test_split_is_by_prompt(tmp_path, tiny):
-    rows = [{"prompt": f"q{i % 50}", "chosen": f"a{i}", "rejected": "b"} for i in range(100)]
-    report, train = run(tmp_path, rows, tiny, eval_fraction=0.3)
-    test = load_rows(str(tmp_path / "out"), "test", ("preference",))
-    sides = [{r["prompt"][0]["content"] for r in side} for side in (train, test)]
-    assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 50 and 8 <= len(sides[1]) <= 22
-    assert report["rows_out"] == {"train": len(train), "test": len(test)} and len(train) + len(test) == 100
-    assert sum(in_test_split(messages(f"p{i}"), 0, 0.3) for i in range(10_000)) == pytest.approx(3000, abs=150)
+@pytest.mark.parametrize(
+    "change, near",
+    [
+        (lambda t: t.upper() + "!!", True), (lambda t: t.replace(" ", "  "), True), (lambda t: t + " again", True),
+        (lambda t: t.replace("April", "May").replace("wind", "rain").replace("home", "away"), False), (lambda t: t.replace("thirteen", "13"), False), (lambda t: t[:60], False),
+    ],
+)
+def test_near_duplicates_in_every_field(tmp_path, tiny, change, near):
+    first = {"prompt": LONG, "chosen": LONG + " yes", "rejected": "short one"}
+    for name in ("prompt", "chosen"):
+        report, kept = run(tmp_path, [first, first | {name: change(first[name])}], tiny, max_prompt_length=999, max_response_length=999)
+        assert report["dropped"] == ({"near_duplicate": 1} if near else {}) and len(kept) == 2 - near
+    report, _ = run(tmp_path, [first, first | {"prompt": change(LONG)}], tiny, max_prompt_length=999, max_response_length=999, near_duplicates=None)
+    assert report["dropped"] == {}
+
+
+def test_the_same_prompt_with_other_answers_is_no_near_duplicate(tmp_path, tiny):
+    rows = [{"prompt": LONG, "chosen": f"{a} thing", "rejected": f"{b} thing"} for a, b in [("red", "blue"), ("red", "green"), ("green", "blue")]]
+    report, kept = run(tmp_path, rows, tiny)
+    assert report["dropped"] == {} and len(kept) == 3
+    rows = [{"question": f"Tom has {n} apples and gives away two of them. How many are left for him?", "answer": f"#### {n - 2}"} for n in range(10, 30)]
+    assert run(tmp_path, rows, tiny)[0]["dropped"] == {}  # other numbers make another problem
+
+
+def test_signatures_estimate_jaccard_similarity():
+    rng = random.Random(0)
+    words = [f"w{i}" for i in range(4000)]
+    for share in (0.3, 0.7, 0.9):
+        # runs of three words: sets with a known overlap, built from separate triples
+        estimates = []
+        for _ in range(40):
+            common = [" ".join(rng.sample(words, 60)) for _ in range(1)][0]
+            a, b = signatures([common, " ".join(common.split()[: int(58 * share) + 2])])
+            shared = int(58 * share)
+            estimates.append(float(similarity(one_byte(a), one_byte(b))) - shared / 58)
+        assert abs(np.mean(estimates)) < 0.03 and np.std(estimates) < 3 * np.sqrt(0.25 / MINIMA)
+    a, b, c = signatures(["Hello, World", "hello world!", "!!!"])
+    assert (a == b).all() and not (a == c).any()
+    one, two = signatures(["猫が好き", "猫が好きだ"])
+    assert 0 < similarity(one_byte(one), one_byte(two)) < 1
+    together = signatures(["a b c d", "x", "", LONG])
+    for text, row in zip(["a b c d", "x", "", LONG], together):
+        assert (signatures([text])[0] == row).all()  # neighbours in the batch do not matter
+
+
+def test_groups_find_all_rows_of_a_key(tmp_path):
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 2**64, 300, dtype=np.uint64)[rng.integers(0, 300, 2000)]
+    groups = Groups(tmp_path, "x")
+    for block in np.array_split(np.arange(2000), 7):
+        groups.add(keys[block], block)
+    got = {}
+    for entries, starts in groups.shared():
+        for part in np.split(entries, starts[1:]):
+            got[int(part[0, 0])] = part[:, 1].tolist()
+    expected = {int(k): np.flatnonzero(keys == k).tolist() for k in np.unique(keys) if (keys == k).sum() > 1}
+    assert got == expected and not list(tmp_path.glob("*.bin"))
+
+
+# --- D23: the split
+
+
+def test_d23_split_is_by_prompt_whatever_its_case_and_spaces(tmp_path, tiny):
+    rows = [row | {"prompt": prompt} for i, row in enumerate(pairs(150)) for prompt in [f"Prompt Number {i % 50}"] ]
+    rows += [row | {"prompt": f"prompt  number {i} "} for i, row in enumerate(pairs(50, start=1))]
+    report, train = run(tmp_path, rows, tiny, eval_fraction=0.3, near_duplicates=None)
+    test = load(tmp_path / "out", "test")
+    sides = [{" ".join(r["prompt"][0]["content"].lower().split()) for r in side} for side in (train, test)]
+    assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 50 and 5 <= len(sides[1]) <= 25
+    assert report["rows_out"] == {"train": len(train), "test": len(test)} and len(train) + len(test) == 200
+    assert not {r["id"] for r in train} & {r["id"] for r in test}
+    keys = np.array([prompt_key(messages(f"p{i}")) for i in range(10_000)], dtype=np.uint64)
+    assert int(in_test_split(keys, 0, 0.3).sum()) == pytest.approx(3000, abs=150)
+    both = in_test_split(keys, 0, 0.3) & in_test_split(keys, 1, 0.3)
+    assert int(both.sum()) == pytest.approx(900, abs=100)  # another seed holds out other prompts
+    assert not in_test_split(keys, 0, 0.0).any() and (in_test_split(keys, 0, 0.2) <= in_test_split(keys, 0, 0.3)).all()
+
+
+def test_d23_train_prompts_near_to_a_test_prompt_are_dropped(tmp_path, tiny):
+    base = [f"{LONG} and {a} {b} {c}" for a, b, c in (r["prompt"].split() for r in pairs(40))]
+    rows = [{"prompt": p, "chosen": "yes", "rejected": r["rejected"]} for p, r in zip(base, pairs(40, start=5))]
+    rows += [{"prompt": p + " indeed", "chosen": r["chosen"], "rejected": "no"} for p, r in zip(base, pairs(40, start=6))]
+    report, train = run(tmp_path, rows, tiny, eval_fraction=0.3, near_duplicates=0.8)
+    test = load(tmp_path / "out", "test")
+    stems = [{r["prompt"][0]["content"].removesuffix(" indeed") for r in side} for side in (train, test)]
+    assert not stems[0] & stems[1] and report["dropped"]["near_test_prompt"] > 0 and set(report["dropped"]) == {"near_test_prompt"}
+
+
+def test_d23_an_official_test_set_stays_whole_and_leaves_the_train_set(tmp_path, tiny):
+    rows = pairs(30)
+    official = write(tmp_path / "official.jsonl", [row | {"chosen": "another answer"} for row in rows[:10]] + [{"prompt": "x", "chosen": "", "rejected": "b"}])
+    report, train = run(tmp_path, rows, tiny, eval_source=official, eval_fraction=None)
+    assert report["rows_out"] == {"train": 20, "test": 10} and report["dropped"] == {"prompt_in_test": 10, "empty_response": 1}
+    assert texts(load(tmp_path / "out", "test")) == {r["prompt"] for r in rows[:10]} and texts(train) == {r["prompt"] for r in rows[10:]}
+    # rows that stand in both belong to the test set, and a label of the train set does not shake the test set's
+    same = [rows[0], {**rows[1], "chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]}, {**rows[2], "chosen": rows[2]["chosen"].upper()}, rows[3]]
+    official = write(tmp_path / "official.jsonl", [*rows[:3], {**rows[4], "chosen": "x y"}, {**rows[4], "rejected": "x y", "chosen": rows[4]["rejected"]}, {**rows[4], "chosen": rows[4]["rejected"], "rejected": "x y"}])
+    report, train = run(tmp_path, same, tiny, eval_source=official, eval_fraction=None)
+    assert texts(train) == {rows[3]["prompt"]} and texts(load(tmp_path / "out", "test")) == {r["prompt"] for r in rows[:3]}
+    assert report["dropped"] == {"prompt_in_test": 2, "contradicting_labels": 3, "duplicate": 1}
+    with pytest.raises(UserError, match="eval_fraction would have no effect beside eval_source"):
+        run(tmp_path, rows, tiny, eval_source=official, eval_fraction=0.1)
+
+
+# --- sources, weights, columns, exclusion
+
+
+def test_weights_and_several_sources(tmp_path, tiny):
+    a, b = (write(tmp_path / f"{name}.jsonl", pairs(400, start)) for name, start in (("a", 1), ("b", 2)))
+    report, train = run(tmp_path, [], tiny, source=[Source(a, 2.5), Source(b, 0.25)], eval_fraction=0.2)
+    test = load(tmp_path / "out", "test")
+    counts = {s: sum(r["source"] == s for r in train) for s in (a, b)}
+    ids = {s: len({r["id"] for r in train if r["source"] == s}) for s in (a, b)}
+    assert ids[a] + sum(r["source"] == a for r in test) == 400 and 2.3 * ids[a] < counts[a] < 2.7 * ids[a]
+    assert counts[b] == ids[b] and 50 < counts[b] < 110 and report["dropped"] == {"left_out_by_weight": 400 - ids[b] - sum(r["source"] == b for r in test)}
+    assert len({r["id"] for r in test}) == len(test)  # weights are about training
+    again, _ = run(tmp_path, [], tiny, source=[Source(a, 2.5), Source(b, 0.25)], eval_fraction=0.2)
+    assert again == report and load(tmp_path / "out", "train") == train
+    other = write(tmp_path / "prompts.jsonl", [{"prompt": "q"}])
+    with pytest.raises(UserError, match="prompts.jsonl:1: .*make no preference"):
+        run(tmp_path, [], tiny, source=[a, other])
+
+
+def test_answers_in_rows_of_their_own_become_pairs(tmp_path, tiny):
+    rows = [
+        {"prompt": "q", "completion": "good", "label": True, "by": 1}, {"prompt": "r", "completion": "alone", "label": True}, {"prompt": "q", "completion": "bad", "label": False, "by": 2},
+        {"prompt": "s", "completion": "", "label": False},
+    ]
+    report, (row,) = run(tmp_path, rows, tiny)
+    assert (report["kind"], row["prompt"], row["chosen"], row["rejected"], row["margin"]) == ("preference", [user("q")], "good", "bad", None)
+    assert report["dropped"] == {"no_counterpart": 1, "empty_response": 1} and [r["by"] for r in json.loads(row["metadata"])["rows"]] == [1, 2]
+    rated = [{"prompt": f"q{i % 3}", "response": f"answer {i}", "helpfulness": i} for i in range(9)]
+    report, kept = run(tmp_path, rated, tiny, kind="preference", columns=Columns(reward="helpfulness"))
+    assert {(r["prompt"][0]["content"], r["chosen"], r["rejected"], r["margin"]) for r in kept} == {(f"q{i}", f"answer {i + 6}", f"answer {i}", 6.0) for i in range(3)}
+    report, kept = run(tmp_path, rated, tiny, kind="preference", columns=Columns(reward="helpfulness"), pairs="all")
+    assert len(kept) == 9 and report["candidates"] == 9
+    report, kept = run(tmp_path, rows, tiny, kind="trajectories")
+    assert {(r["response"], r["reward"]) for r in kept} == {("good", 1.0), ("alone", 1.0), ("bad", 0.0)}
 
 
 def test_excluded_rows_are_left_out_by_id_or_prompt(tmp_path, tiny):
@@ -253,18 +590,196 @@ def test_excluded_rows_are_left_out_by_id_or_prompt(tmp_path, tiny):
         run(tmp_path, rows, tiny, exclude=str(tmp_path / "c.jsonl"))
 
 
-def test_output_is_what_datasets_and_a_second_run_expect(tmp_path, tiny):
+# --- refresh
+
+
+def test_refresh_adds_only_what_is_new_and_moves_nothing(tmp_path, tiny):
+    rows = pairs(120)
+    first = write(tmp_path / "first.jsonl", rows[:80])
+    run(tmp_path, [], tiny, source=first, eval_fraction=0.3)
+    before = {split: load(tmp_path / "out", split) for split in ("train", "test")}
+    more = [*rows[60:], {"prompt": before["test"][0]["prompt"][0]["content"], "chosen": "brand new", "rejected": "nothing"}]
+    more += [{"prompt": r["prompt"][0]["content"], "chosen": r["rejected"], "rejected": r["chosen"]} for r in before["train"][:3]]
+    second = write(tmp_path / "second.jsonl", more)
+    # another fraction and another seed must not move a prompt
+    report, train = run(tmp_path, [], tiny, source=[first, second], eval_fraction=0.6, seed=1, refresh=True, overwrite=False)
+    test = load(tmp_path / "out", "test")
+    assert train[: len(before["train"])] == before["train"] and test[: len(before["test"])] == before["test"]
+    assert not texts(train) & texts(test) and texts(train) | texts(test) == {r["prompt"] for r in rows}
+    assert "brand new" in {r["chosen"] for r in test}
+    assert report["dropped"] == {"already_there": 80 + 20, "contradicting_labels": 3}
+    assert report["added"]["rows"] == {"train": len(train) - len(before["train"]), "test": len(test) - len(before["test"])} and sum(report["added"]["rows"].values()) == 41
+    assert report["rows_out"] == {"train": len(train), "test": len(test)} and report["earlier"][0]["rows_in"] == 80
+    assert sorted(f.name for f in (tmp_path / "out").glob("*.parquet")) == [f"{s}-0000{i}-of-00002.parquet" for s in ("test", "train") for i in (0, 1)]
+    # nothing new: nothing changes
+    report, again = run(tmp_path, [], tiny, source=[first, second], refresh=True, overwrite=False, eval_fraction=0.3)
+    assert again == train and load(tmp_path / "out", "test") == test and sum(report["added"]["rows"].values()) == 0 and len(report["earlier"]) == 2
+    with pytest.raises(UserError, match="holds preference, so prompts cannot be added"):
+        run(tmp_path, [], tiny, source=first, refresh=True, overwrite=False, kind="prompts")
+
+
+def test_refresh_of_nothing_starts(tmp_path, tiny):
+    report, rows = run(tmp_path, pairs(3), tiny, refresh=True, overwrite=False)
+    assert len(rows) == 3 and "added" not in report
+
+
+# --- killed runs, workers
+
+
+def test_the_output_does_not_depend_on_the_number_of_workers(tmp_path, tiny):
+    write(tmp_path / "raw.jsonl", [*pairs(3200), "broken", *pairs(10)])
+    for workers in (1, 3):
+        report, _ = run(tmp_path, [], tiny, source=str(tmp_path / "raw.jsonl"), workers=workers, output_dir=str(tmp_path / f"out{workers}"), eval_fraction=0.1)
+        assert report["dropped"] == {"duplicate": 10, "broken_row": 1}
+    a, b = (tmp_path / f"out{w}" for w in (1, 3))
+    assert {f.name for f in a.iterdir()} == {f.name for f in b.iterdir()} and not list(tmp_path.glob(".out*"))
+    for file in a.iterdir():
+        if file.name not in ("run.json", "config.yaml"):
+            assert file.read_bytes() == (b / file.name).read_bytes(), file.name
+
+
+def test_train_rows_are_shuffled_and_test_rows_keep_their_order(tmp_path, tiny):
+    rows = pairs(2500)
+    _, train = run(tmp_path, rows, tiny, eval_fraction=0.2)
+    position = {row["prompt"]: i for i, row in enumerate(rows)}
+    order = [position[r["prompt"][0]["content"]] for r in train]
+    assert np.corrcoef(order, np.arange(len(order)))[0, 1] == pytest.approx(0, abs=0.1) and order != sorted(order)
+    test = [position[r["prompt"][0]["content"]] for r in load(tmp_path / "out", "test")]
+    assert test == sorted(test)
+
+
+def test_a_run_that_is_killed_leaves_the_old_output_and_goes_on(tmp_path, tiny):
+    run(tmp_path, pairs(5, start=9), tiny)
+    old = load(tmp_path / "out", "train")
+    raw = write(tmp_path / "raw.jsonl", pairs(20_000))
+    command = [sys.executable, "prepare_data.py", "--source", raw, "--tokenizer", tiny, "--output_dir", str(tmp_path / "out"), "--overwrite", "true", "--workers", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    chunks = tmp_path / ".out.partial" / "chunks"
+    while len(list(chunks.glob("*.arrow"))) < 3 and process.poll() is None:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert load(tmp_path / "out", "train") == old  # a reader sees the whole old output
+    done = {f.name: f.stat().st_mtime_ns for f in chunks.glob("*.arrow")}
+    assert 3 <= len(done) < 20
+    report, rows = run(tmp_path, [], tiny, source=raw, eval_fraction=None)
+    assert report["rows_in"] == 20_000 and not (tmp_path / ".out.partial").exists()
+    # the same as without the interruption
+    whole, again = run(tmp_path, [], tiny, source=raw, eval_fraction=None, output_dir=str(tmp_path / "whole"))
+    assert whole == report and load(tmp_path / "whole", "train") == rows
+
+
+def test_chunks_of_a_killed_run_are_used_again_only_if_nothing_changed(tmp_path, tiny, monkeypatch):
+    import prepare_data
+
+    raw = write(tmp_path / "raw.jsonl", pairs(2500))
+    made = []
+    original = prepare_data.process_chunk
+    monkeypatch.setattr(prepare_data, "process_chunk", lambda chunk, work, file: made.append(file.name) or original(chunk, work, file))
+    monkeypatch.setattr(prepare_data, "decide", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+    for changes, expected in [({}, 3), ({}, 0), ({"max_prompt_length": 100}, 3), ({"max_prompt_length": 100}, 0)]:
+        made.clear()
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, [], tiny, source=raw, workers=1, **changes)
+        assert len(made) == expected, changes
+    write(tmp_path / "raw.jsonl", pairs(1500))
+    made.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, [], tiny, source=raw, workers=1, max_prompt_length=100)
+    assert len(made) == 2
+
+
+def test_a_run_that_was_killed_while_replacing_is_restored(tmp_path, tiny):
+    run(tmp_path, pairs(5), tiny)
+    (tmp_path / "out").rename(tmp_path / ".out.old")  # as between the two renames
+    with pytest.raises(UserError, match="is not empty"):
+        run(tmp_path, pairs(5), tiny, overwrite=False)
+    assert len(load(tmp_path / "out", "train")) == 5 and not (tmp_path / ".out.old").exists()
+
+
+def test_shards_and_row_groups(tmp_path, tiny, monkeypatch):
+    import prepare_data
+
+    monkeypatch.setattr(prepare_data, "ROWS_PER_SHARD", 1200)
+    report, rows = run(tmp_path, pairs(3000), tiny)
+    files = sorted((tmp_path / "out").glob("train-*.parquet"))
+    assert [f.name for f in files] == [f"train-0000{i}-of-00003.parquet" for i in range(3)]
+    assert [pyarrow.parquet.read_metadata(f).num_rows for f in files] == [1200, 1200, 600]
+    assert max(pyarrow.parquet.read_metadata(f).row_group(0).num_rows for f in files) <= 1000
+    assert len({r["id"] for r in rows}) == 3000
+
+
+# --- what is written
+
+
+def test_output_is_what_datasets_pandas_and_a_second_run_expect(tmp_path, tiny):
     import datasets
 
-    rows = [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": "b", "extra": i} for i in range(20)]
+    rows = [row | {"extra": i} for i, row in enumerate(pairs(20))] + [{"prompt": "x", "chosen": "", "rejected": "y"}]
     run(tmp_path, rows, tiny, eval_fraction=0.5)
     loaded = datasets.load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
     assert set(loaded) == {"train", "test"} and loaded["train"].num_rows + loaded["test"].num_rows == 20
     row = loaded["train"][0]
     assert list(row) == ["id", "source", "prompt", "chosen", "rejected", "margin", "metadata"]
     assert row["prompt"] == messages(row["prompt"][0]["content"]) and set(json.loads(row["metadata"])) == {"extra"}
+    table = pyarrow.parquet.read_table(next((tmp_path / "out").glob("train-*")))
+    assert table.column_names == list(row)
     with pytest.raises(UserError, match="is not empty"):
         run(tmp_path, rows, tiny, overwrite=False)
+    report, _ = run(tmp_path, [], tiny, source=str(tmp_path / "out"), output_dir=str(tmp_path / "again"))  # its own output is a source
+    assert report["rows_in"] == 20 and report["dropped"] == {}
+
+
+def test_pandas_reads_the_output(tmp_path, tiny):
+    pandas = pytest.importorskip("pandas")
+    run(tmp_path, [{"prompt": "q", "response": "r", "reward": 0.5, "logprobs": [-1, -2]}], tiny)
+    frame = pandas.read_parquet(next((tmp_path / "out").glob("train-*")))
+    assert frame["reward"].tolist() == [0.5] and frame["logprobs"][0].tolist() == [-1.0, -2.0] and frame["prompt"][0][0] == user("q")
+
+
+def test_report_page_and_the_numbers_in_it(tmp_path, tiny):
+    rows = [{"prompt": f"q{i} <b>", "chosen": "much longer & better", "rejected": "no"} for i in range(6)] + [{"prompt": "r", "chosen": "a", "rejected": "longer"}]
+    report, _ = run(tmp_path, [*rows, {"prompt": "x", "chosen": "a", "rejected": "a"}], tiny, near_duplicates=None)
+    assert report["longer_answer_chosen"] == round(6 / 7, 4)
+    assert report["tokens"]["chosen"] == {"p0": 2, "p50": 21, "p90": 21, "p99": 21, "p100": 21}
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "equal_answers" in page and "<svg" in page and "&lt;b&gt;" in page and "<b>" not in page and "<mark>much longer &amp; better" in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://creativecommons.org", "").replace("http://purl.org", "").replace("https://matplotlib.org", "")
+
+
+def test_d16_one_decoded_example_is_printed_with_its_marks(tmp_path, tiny, capsys):
+    run(tmp_path, [{"prompt": "What?", "chosen": "That.", "rejected": "No."}], tiny)
+    printed = capsys.readouterr().out
+    assert "<|start|>user\nWhat?<|end|>\n<|start|>assistant\n" in printed and "chosen: ‹That.<|end|>›" in printed and "preference, chosen and rejected (from " in printed
+
+
+def test_coverage_finds_close_neighbours_and_lists_prompts_without(tmp_path, tiny):
+    train = [{"prompt": p} for p in ("How do I bake sourdough bread at home?", "Write a poem about the autumn rain.", "Explain how vaccines protect people.", "What is the best way to learn chess?")]
+    real = write(tmp_path / "real.jsonl", [{"prompt": "how can I bake bread with sourdough at home"}, {"prompt": "Fix my kubernetes ingress controller"}, {"prompt": [user("hi"), {"role": "assistant", "content": "?"}, user("Explain how vaccines protect people.")]}])
+    report, _ = run(tmp_path, train, tiny, coverage=Coverage(real, 0.5))
+    assert report["coverage"]["covered"] == 2 and report["coverage"]["share"] == 0.6667
+    lines = [json.loads(line) for line in (tmp_path / "out" / "coverage.jsonl").read_text().splitlines()]
+    assert [line["covered"] for line in lines] == [False, True, True] and lines[0]["place"] == f"{real}:2"
+    assert lines[1]["nearest"] == train[0]["prompt"] and lines[2]["similarity"] == pytest.approx(1, abs=1e-3)
+    with pytest.raises(UserError, match="bad.jsonl:1: .*coverage.prompts needs rows with a prompt"):
+        run(tmp_path, train, tiny, coverage=Coverage(write(tmp_path / "bad.jsonl", [{"x": 1}])))
+
+
+def test_noise_filter_writes_contradicted_train_pairs_aside(tmp_path, tiny, preferences):
+    """A reward model that learned yes over no contradicts the pairs whose labels were swapped; the test split is left alone."""
+    from train_reward import RewardTrainConfig, train
+    from utils.config import ModelConfig
+
+    train(RewardTrainConfig(ModelConfig(tiny), preferences, str(tmp_path / "rm"), lora=None, train_batch_size=16, epochs=6, lr=3e-3, report_to="none"))
+    rows = [{"prompt": f"p{i}", "chosen": f"yes {i % 7}", "rejected": f"no {i % 5}"} for i in range(40)]
+    for i in range(0, 40, 8):
+        rows[i]["chosen"], rows[i]["rejected"] = rows[i]["rejected"], rows[i]["chosen"]
+    report, kept = run(tmp_path, rows, tiny, filter=Filter(str(tmp_path / "rm" / "final")), eval_fraction=0.3, near_duplicates=None)
+    test = load(tmp_path / "out", "test")
+    aside = [json.loads(line) for line in (tmp_path / "out" / "contradicted.jsonl").read_text().splitlines()]
+    swapped = {f"p{i}" for i in range(0, 40, 8)}
+    assert texts(aside) == swapped - texts(test) and texts(kept) == {f"p{i}" for i in range(40)} - texts(test) - swapped and texts(test) & swapped
+    assert report["dropped"] == {"contradicted_by_reward_model": len(aside)} and all(a["score_chosen"] < a["score_rejected"] and a["probability"] < 0.05 for a in aside)
 
 
 def test_folders_of_the_wrong_kind_are_refused(tmp_path, tiny):
@@ -275,3 +790,90 @@ def test_folders_of_the_wrong_kind_are_refused(tmp_path, tiny):
         load_rows(str(tmp_path / "out"), "test", ("prompts",))
     with pytest.raises(UserError, match="does not exist"):
         load_rows(str(tmp_path / "nowhere"), "train", ("prompts",))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"eval_fraction": 1.0}, "eval_fraction"), ({"near_duplicates": 0.2}, "near_duplicates"), ({"workers": 0}, "workers"), ({"max_response_length": 1}, "max_response_length"),
+        ({"kind": "prompts", "long_response": "truncate"}, "no effect on prompts"), ({"kind": "prompts", "pairs": "all"}, "no effect on prompts"), ({"refresh": True}, "refresh keeps"),
+        ({"source": '[{"pth": "x"}]'}, "is not valid"), ({"source": Source("raw.jsonl", -1)}, "weight"), ({"hub": Hub(name="main")}, "hub.* is set"), ({"source": []}, "source is empty"),
+        ({"columns": Columns(reward="rejected")}, "columns.reward would have no effect on chosen and rejected"), ({"columns": Columns(prompt="ask")}, "no column 'ask'"),
+        ({"source": ".", "output_dir": "out"}, "lies inside the source"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tmp_path, tiny, changes, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "raw.jsonl", pairs(2))
+    with pytest.raises(UserError, match=message.replace("*", r"\*")):
+        run(tmp_path, [], tiny, **{"source": "raw.jsonl"} | changes)
+    assert not (tmp_path / "out").exists()
+
+
+# --- random damage
+
+
+def damage(rng, text):
+    """One random wrong thing: a byte, a cut, a swapped value, a type, a key."""
+    data = bytearray(text.encode("utf-8"))
+    what = rng.randrange(8)
+    if what == 0:
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    elif what == 1:
+        del data[rng.randrange(len(data)) :]
+    elif what == 2:
+        del data[rng.randrange(len(data))]
+    elif what == 3:
+        data[rng.randrange(len(data)) : 0] = bytes(rng.choices(range(256), k=3))
+    else:
+        row = json.loads(text)
+        key = rng.choice(list(row))
+        value = rng.choice([None, 7, -1.5, True, "", " ", [], {}, [None], {"a": 1}, "\ud83d", "\x00", "é" * 3, [user("q")], [{"role": None, "content": "x"}], 10**30, float("nan"), float("inf")])
+        if what == 4:
+            del row[key]
+        elif what == 5:
+            row[rng.choice(["prompt", "chosen", "reward", "x"])] = value
+        else:
+            row[key] = value
+        data = bytearray(json.dumps(row).encode())
+    return bytes(data).replace(b"\n", b" ")
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {"prompt": "What is a cat?", "chosen": "An animal é 😀.", "rejected": "A plant.", "margin": 1.5},
+        {"chosen": "\n\nHuman: hi\n\nAssistant: Hello there", "rejected": "\n\nHuman: hi\n\nAssistant: Go away", "meta": {"x": [1]}},
+        {"prompt": [user("q"), {"role": "assistant", "content": "r"}, user("s")], "response": "t", "reward": 0.5, "logprobs": [-1, -2]},
+        {"prompt": "q", "responses": ["a", "b", "c"], "scores": [1, 2, 3]},
+        {"question": "2+2?", "answer": "#### 4", "level": None},
+    ],
+)
+def test_random_damage_never_gives_a_traceback_a_loss_or_a_literal_none(tmp_path, tiny, good):
+    rng = random.Random(json.dumps(good))
+    text = json.dumps(good, ensure_ascii=False)
+    lines = [text.encode()] + [damage(rng, text) for _ in range(1000)]
+    (tmp_path / "raw.jsonl").write_bytes(b"\n".join(lines))
+    report, rows = run(tmp_path, [], tiny, source=str(tmp_path / "raw.jsonl"), eval_fraction=0.1)
+    everything = rows + load(tmp_path / "out", "test")
+    assert report["rows_in"] == report["candidates"] == sum(bool(line.strip()) for line in lines) == len(everything) + sum(report["dropped"].values())
+    assert len(drops(tmp_path / "out")) == sum(report["dropped"].values()) and everything
+    for row in everything:
+        for part in [m["content"] for m in row["prompt"]] + [row.get(name) or "" for name in ("chosen", "rejected", "response", "ground_truth", "reference")]:
+            assert part == part.encode().decode() and not re.search(r"None|b'|\bnan\b|\x00", part)
+    for reason in report["dropped"]:
+        assert reason.isidentifier()
+    # a damaged file of a binary or nested format is an error in one line, never a traceback
+    array = json.dumps([good] * 30).encode()
+    pa.parquet.write_table(pa.Table.from_pylist([good] * 30), tmp_path / "whole.parquet")
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    for i in range(40):
+        for name, data in (("d.json", array), ("d.parquet", whole), ("d.jsonl.gz", gzip.compress(array)), ("d.csv", array)):
+            data = bytearray(data)
+            for _ in range(rng.randrange(1, 4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            (tmp_path / name).write_bytes(data)
+            try:
+                run(tmp_path, [], tiny, source=str(tmp_path / name), output_dir=str(tmp_path / "damaged"))
+            except UserError as error:
+                assert "\n" not in str(error) and name in str(error)

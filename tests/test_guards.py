@@ -23,6 +23,7 @@ from test_ppo import base_config, given_rollouts, weights_of
 from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, mini_batch_step, new_state, train, update
 from utils.checkpoint import load_checkpoint
 from utils.config import RunStopped, UserError, to_dict
+from utils.data import load_prompts
 from utils.guards import GuardConfig, Guards, RollBack, SkipRest
 from utils.rewards import RewardConfig
 
@@ -180,7 +181,7 @@ def test_scattered_rewards_are_written_aside_and_the_run_goes_on(tiny, preferenc
     from utils.config import parse_config
 
     report = prepare(parse_config(DataConfig, [*command[1:], "--output_dir", str(tmp_path / "clean")]))
-    assert report["dropped"]["excluded"] == len({line["id"] for line in lines}) == 3 and report["rows_out"]["train"] == 71
+    assert report["dropped"]["excluded"] == len({line["id"] for line in lines}) == 3 and report["rows_out"]["train"] == len(load_prompts(preferences, "train")) - 3
 
 
 def test_rolling_back_restores_everything_and_ends(tiny, preferences, tmp_path, monkeypatch):
@@ -196,7 +197,7 @@ def test_rolling_back_restores_everything_and_ends(tiny, preferences, tmp_path, 
         train(cfg)
     found = events(tmp_path / "run")
     assert [e["guard"] for e in found] == ["reference_kl", "rollback", "reference_kl", "rollback", "reference_kl", "max_rollbacks"]
-    assert len(chosen) == 6 and chosen == [order(74, 8 * i, 8, 0) for i in range(6)]  # never the same prompts again
+    assert len(chosen) == 6 and chosen == [order(len(load_prompts(preferences, "train")), 8 * i, 8, 0) for i in range(6)]  # never the same prompts again
     state = json.loads((tmp_path / "run" / "checkpoints" / "step_000000" / "state.json").read_text())["state"]
     assert state["rollbacks"] == 2 and state["kl_coef"] == pytest.approx(0.05 * 4) and state["lr_scale"] == 1.0
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000000"]

@@ -123,17 +123,18 @@ def _HelpFormatter(prog):
     return Formatter(prog, width=110, max_help_position=44)
 
 
-def _optional_branches(config_class) -> str:
-    """Help for branches that may be null, which the parser itself shows as one value."""
+def _optional_branches(config_class, prefix: str = "", inside: bool = False) -> str:
+    """Help for branches that may be null or something else, which the parser itself shows as one value."""
     lines = []
-    hints = typing.get_type_hints(config_class)
+    hints, documents = typing.get_type_hints(config_class), _field_docs(config_class)
     for field in dataclasses.fields(config_class):
-        branch = _dataclass_in(hints[field.name])
+        name, branch = f"{prefix}{field.name}", _dataclass_in(hints[field.name])
         if branch and isinstance(hints[field.name], types.UnionType):
-            lines.append(f"{branch.__doc__}")
-            documents = _field_docs(branch)
-            for inner in dataclasses.fields(branch):
-                lines.append(f"  --{field.name}.{inner.name}  {documents.get(inner.name, '')} (default: {inner.default})")
+            lines += [branch.__doc__] if not inside else []
+            lines.append(_optional_branches(branch, f"{name}.", inside=True))
+        elif inside:
+            default = "" if field.default is dataclasses.MISSING else f" (default: {field.default})"
+            lines.append(f"  --{name}  {documents.get(field.name, '')}{default}")
     return "\n".join(lines)
 
 

@@ -12,9 +12,11 @@ from typing import Callable, Literal, SupportsFloat
 
 import torch
 
-from utils.config import UserError
+from utils.config import ModelConfig, UserError
 from utils.data import encode_prompt, encode_response
+from utils.models import arithmetic, last_hidden, load_reward_model, load_tokenizer, max_positions, score_at_end, trunk_of
 from utils.tensors import pad_rows
+from utils.tracking import progress_bar
 
 
 @dataclass(frozen=True)
@@ -180,3 +182,20 @@ def model_scores(
         if not math.isfinite(score):
             raise UserError(f"the reward model gives {score} to the response {response[:80]!r}; try model.dtype float32")
     return scores
+
+
+def reward_model_scorer(path: str, micro_batch_size: int, device: torch.device, dtype: str = "auto") -> Scorer:
+    """A reward model on its own, with its own tokenizer."""
+    model = load_reward_model(ModelConfig(path, dtype), device)
+    tokenizer = load_tokenizer(path)
+
+    def forward(ids, mask):
+        with arithmetic([model], next(trunk_of(model).parameters()).dtype):
+            hidden = last_hidden(model, ids, mask)
+        return score_at_end(model.score, hidden, mask)
+
+    def scorer(prompts, responses, columns):
+        with progress_bar(label="scoring", unit="responses", total=len(prompts)) as bar:
+            return model_scores(forward, tokenizer, prompts, responses, micro_batch_size, device, max_positions(model), bar)
+
+    return scorer
