@@ -32,7 +32,7 @@ import numpy as np
 
 from utils.config import UserError, check_output_dir, record_run, run_stage, to_dict, write_json, write_text
 from utils.data import COLUMNS, encode_dialogues, encode_prompt, encode_response, encode_responses, folder_kind, show
-from utils.shapes import ANSWERS, USES, Columns, Shape, as_messages, convert, detect_shape, group_rows, to_json
+from utils.shapes import ANSWERS, GROUPED, USES, Columns, Shape, as_messages, convert, detect_shape, group_rows, to_json
 from utils.similarity import MINIMA, Groups, combine, hash64, one_byte, signatures, similarity, tfidf, word_rarity
 from utils.sources import BadRow, Chunk, Hub, is_local, is_saved, read_file, read_source, source_files
 from utils.tracking import progress_bar
@@ -291,8 +291,9 @@ def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
     dropped: list[tuple[str, str, str]] = []
     shortened: Counter[str] = Counter()
     rows, places, n, candidates = [], [], 0, 0
+    grouped = kind == "preference" and work.shape.name in GROUPED
     for place, raw in chunk.rows():
-        n += 1
+        n += len(raw["scores"]) if grouped and isinstance(raw, dict) else 1
         try:
             if isinstance(raw, BadRow):
                 raise raw
@@ -856,7 +857,7 @@ def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, fold
     chunks = chain(seen, chunks)
     shape = shape or Shape(kind or "prompts", "prompts")  # no row can be read, and each says why
     columns = cfg.columns
-    if shape.kind == "preference" and shape.name in ("rated rows", "thumbs"):
+    if shape.kind == "preference" and shape.name in GROUPED:
         chunks, columns = group_rows(chunks, shape, columns, folder), Columns()
     name = source.path if is_local(source.path) else f"{source.path}[{(source.hub or cfg.hub).split or 'train'}]"
     return Work(cfg, shape, columns, name, role, source.weight), chunks

@@ -565,12 +565,13 @@ def test_answers_in_rows_of_their_own_become_pairs(tmp_path, tiny):
     ]
     report, (row,) = run(tmp_path, rows, tiny)
     assert (report["kind"], row["prompt"], row["chosen"], row["rejected"], row["margin"]) == ("preference", [user("q")], "good", "bad", None)
+    assert report["rows_in"] == 4 and report["candidates"] == 3
     assert report["dropped"] == {"no_counterpart": 1, "empty_response": 1} and [r["by"] for r in json.loads(row["metadata"])["rows"]] == [1, 2]
     rated = [{"prompt": f"q{i % 3}", "response": f"answer {i}", "helpfulness": i} for i in range(9)]
     report, kept = run(tmp_path, rated, tiny, kind="preference", columns=Columns(reward="helpfulness"))
     assert {(r["prompt"][0]["content"], r["chosen"], r["rejected"], r["margin"]) for r in kept} == {(f"q{i}", f"answer {i + 6}", f"answer {i}", 6.0) for i in range(3)}
     report, kept = run(tmp_path, rated, tiny, kind="preference", columns=Columns(reward="helpfulness"), pairs="all")
-    assert len(kept) == 9 and report["candidates"] == 9
+    assert len(kept) == 9 and report["candidates"] == 9 == report["rows_in"]
     report, kept = run(tmp_path, rows, tiny, kind="trajectories")
     assert {(r["response"], r["reward"]) for r in kept} == {("good", 1.0), ("alone", 1.0), ("bad", 0.0)}
 

@@ -90,6 +90,7 @@ USES = {  # columns that a shape looks at
     "logged answers": ("prompt", "system", "response", "reward", "logprobs"),
     "prompts": ("prompt", "system", "response", "ground_truth", "reference"),
 }
+GROUPED = ("rated rows", "thumbs")  # one answer a row; for pairs the rows of a prompt are brought together
 SCORE_KEYS = ("score", "overall_score", "rating", "reward")
 TEXT_KEYS = ("response", "text", "content", "answer", "completion")
 ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -400,7 +401,7 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def read_prompts_row(row: dict, name: dict) -> tuple[dict, set]:
+def read_prompts_row(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
     """A prompt with its right answer and its written answer, as far as they are known."""
     prompt, used = read_prompt(row, name), set()
     written = None
@@ -433,7 +434,7 @@ def read_prompts_row(row: dict, name: dict) -> tuple[dict, set]:
             out[key] = as_text(out[key], key)
         elif out[key] is not None and not isinstance(out[key], str):
             out[key] = to_json(out[key])
-    return out, used
+    return [out], used
 
 
 def untext(row: TextRow, name: dict) -> dict:
@@ -475,6 +476,87 @@ def to_json(value) -> str:
         return json.dumps(clean(value), ensure_ascii=False, default=default)
 
 
+def read_labelled(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
+    """chosen and rejected."""
+    for key in ("chosen", "rejected"):
+        if name[key] is None:
+            raise BadRow("missing_column", f"no column {key!r}; the row has {sorted(map(str, row))}")
+    margin = as_number(row[name["margin"]], name["margin"]) if name["margin"] else None
+    return [read_pair(row, name, name["chosen"], name["rejected"]) | {"margin": margin}], {name["chosen"], name["rejected"], name["margin"]}
+
+
+def read_choice(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
+    """Two answers and a choice between them; the choice stays in the metadata."""
+    layout = find_choice(row, columns)
+    if layout is None:
+        raise BadRow("missing_column", f"the row has {sorted(map(str, row))}, not two answers and a choice")
+    first, second, choice, how = layout
+    chosen, rejected = (first, second) if choice_of(row[choice], how, choice, columns.choice_a) else (second, first)
+    margin = abs(as_number(row[choice], choice)) if how == "sign" else None
+    return [read_pair(row, name, chosen, rejected) | {"margin": margin}], {first, second}
+
+
+def read_summaries(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
+    """A post and two summaries (Stiennon et al. 2020); all of it stays in the metadata."""
+    info, summaries = row.get("info"), row.get(name["answers"])
+    if not isinstance(info, dict) or not isinstance(summaries, list) or len(summaries) != 2:
+        raise BadRow("wrong_type", "expected info and two summaries")
+    texts = [as_text(s.get("text") if isinstance(s, dict) else s, f"{name['answers']}[{i}].text") for i, s in enumerate(summaries)]
+    better = 0 if choice_of(row.get("choice"), "index", "choice", None) else 1
+    return [{"prompt": [{"role": "user", "content": summary_prompt(info)}], "chosen": texts[better], "rejected": texts[1 - better], "margin": None}], set()
+
+
+def read_rated(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
+    """One prompt with several rated answers; their scores stay in the metadata."""
+    if name["answers"] is None:
+        raise BadRow("missing_column", f"no list of answers; the row has {sorted(map(str, row))}")
+    prompt = read_prompt(row, name)
+    made = pairs_from_scores(rated_answers(row, name, prompt), pairs)
+    return [{"prompt": [dict(m) for m in prompt], **pair} for pair in made], {name["answers"]}
+
+
+def read_thumbs(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
+    """As rated answers, but up and down have no distance."""
+    rows, used = read_rated(row, name, columns, pairs)
+    return [pair | {"margin": None} for pair in rows], used
+
+
+def read_logged(row: dict, name: dict, columns: Columns, pairs: str, score: str = "reward") -> tuple[list[dict], set]:
+    """A logged answer with its reward."""
+    out = {"prompt": read_prompt(row, name), "logprobs": row[name["logprobs"]] if name["logprobs"] else None}
+    out["response"] = as_answer(row[name["response"]] if name["response"] else None, name["response"] or "response", out["prompt"])
+    column = name[score] or score
+    value = row.get(column)
+    up = thumb(value) if score == "label" else None
+    out["reward"] = as_number(value, column) if up is None else float(up)
+    if out["reward"] is None:
+        raise BadRow("no_reward", f"{column} is null or missing")
+    if out["logprobs"] is not None:
+        if not isinstance(out["logprobs"], list):
+            raise BadRow("wrong_type", f"{name['logprobs']}: expected a list of numbers, found {found(out['logprobs'])}")
+        out["logprobs"] = [as_number(x, f"{name['logprobs']}[{i}]") for i, x in enumerate(out["logprobs"])]
+        if None in out["logprobs"]:
+            raise BadRow("wrong_type", f"{name['logprobs']}: expected numbers, found null")
+    return [out], {name["response"], column, name["logprobs"]}
+
+
+def read_logged_thumb(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
+    return read_logged(row, name, columns, pairs, "label")
+
+
+READERS = {
+    Shape("preference", "chosen and rejected"): read_labelled,
+    Shape("preference", "two answers and a choice"): read_choice,
+    Shape("preference", "two summaries and a choice"): read_summaries,
+    Shape("preference", "rated answers"): read_rated,
+    Shape("preference", "rated rows"): read_rated,  # after group_rows
+    Shape("preference", "thumbs"): read_thumbs,  # after group_rows
+    Shape("trajectories", "logged answers"): read_logged,
+    Shape("trajectories", "thumbs"): read_logged_thumb,
+    Shape("prompts", "prompts"): read_prompts_row,
+}
+
+
 def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = "best_worst") -> list[dict]:
     """One raw row -> rows with the columns of the kind, without id and source. Raises BadRow.
 
@@ -487,57 +569,8 @@ def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = 
     if isinstance(row, TextRow):
         choice = find_choice(row, columns)
         row = untext(row, name | ({"answer_a": choice[0], "answer_b": choice[1], "choice": choice[2]} if choice else {}))
-    used = {name["prompt"], name["system"]} if name["prompt"] not in (None, "turns") else set()
-    if shape.name == "chosen and rejected":
-        for key in ("chosen", "rejected"):
-            if name[key] is None:
-                raise BadRow("missing_column", f"no column {key!r}; the row has {sorted(map(str, row))}")
-        out = read_pair(row, name, name["chosen"], name["rejected"])
-        out["margin"] = as_number(row[name["margin"]], name["margin"]) if name["margin"] else None
-        rows, used = [out], used | {name["chosen"], name["rejected"], name["margin"]}
-    elif shape.name == "two answers and a choice":
-        layout = find_choice(row, columns)
-        if layout is None:
-            raise BadRow("missing_column", f"the row has {sorted(map(str, row))}, not two answers and a choice")
-        first, second, choice, how = layout
-        chosen, rejected = (first, second) if choice_of(row[choice], how, choice, columns.choice_a) else (second, first)
-        out = read_pair(row, name, chosen, rejected)
-        out["margin"] = abs(as_number(row[choice], choice)) if how == "sign" else None
-        rows, used = [out], used | {first, second}
-    elif shape.name == "two summaries and a choice":
-        info, summaries = row.get("info"), row.get(name["answers"])
-        if not isinstance(info, dict) or not isinstance(summaries, list) or len(summaries) != 2:
-            raise BadRow("wrong_type", "expected info and two summaries")
-        texts = [as_text(s.get("text") if isinstance(s, dict) else s, f"{name['answers']}[{i}].text") for i, s in enumerate(summaries)]
-        better = 0 if choice_of(row.get("choice"), "index", "choice", None) else 1
-        rows = [{"prompt": [{"role": "user", "content": summary_prompt(info)}], "chosen": texts[better], "rejected": texts[1 - better], "margin": None}]
-        used = set()
-    elif shape.name in ("rated answers", "rated rows", "thumbs") and shape.kind == "preference":
-        if name["answers"] is None:
-            raise BadRow("missing_column", f"no list of answers; the row has {sorted(map(str, row))}")
-        prompt = read_prompt(row, name)
-        rows = [{"prompt": [dict(m) for m in prompt], **pair} for pair in pairs_from_scores(rated_answers(row, name, prompt), pairs)]
-        if shape.name == "thumbs":
-            rows = [pair | {"margin": None} for pair in rows]
-        used = used | {name["answers"]}
-    elif shape.kind == "trajectories":
-        out = {"prompt": read_prompt(row, name), "logprobs": row[name["logprobs"]] if name["logprobs"] else None}
-        out["response"] = as_answer(row[name["response"]] if name["response"] else None, name["response"] or "response", out["prompt"])
-        column = name["label"] if shape.name == "thumbs" else name["reward"]
-        value = row[column] if column else None
-        out["reward"] = float(thumb(value)) if shape.name == "thumbs" and thumb(value) is not None else as_number(value, column or "reward")
-        if out["reward"] is None:
-            raise BadRow("no_reward", f"{column or 'reward'} is null or missing")
-        if out["logprobs"] is not None:
-            if not isinstance(out["logprobs"], list):
-                raise BadRow("wrong_type", f"{name['logprobs']}: expected a list of numbers, found {found(out['logprobs'])}")
-            out["logprobs"] = [as_number(x, f"{name['logprobs']}[{i}]") for i, x in enumerate(out["logprobs"])]
-            if None in out["logprobs"]:
-                raise BadRow("wrong_type", f"{name['logprobs']}: expected numbers, found null")
-        rows, used = [out], used | {name["response"], column, name["logprobs"]}
-    else:
-        out, more = read_prompts_row(row, name)
-        rows, used = [out], used | more
+    rows, used = READERS[shape](row, name, columns, pairs)
+    used = used | {name["prompt"], name["system"]} if name["prompt"] not in (None, "turns") else used
     rest = {str(k): v for k, v in row.items() if k not in used}
     raw_prompt = row[name["prompt"]] if name["prompt"] else None
     return [finish(out, shape.kind, rest | out.pop("metadata", {}), raw_prompt, suffix) for out in rows]
