@@ -396,12 +396,13 @@ OLD, OFFICIAL, NEW = 0, 1, 2  # rows of the earlier output, of eval_source, and 
 
 
 class Decisions:
-    """What becomes of each row that passed the first pass: `code` into REASONS (0 = kept), `side` TRAIN or TEST, `copies`."""
+    """What becomes of each row that passed the first pass, all (N,): `code` into REASONS (0 = kept), `side` TRAIN or TEST, `copies`."""
 
     def __init__(self, n: int):
         self.code = np.zeros(n, dtype=np.uint8)
         self.side = np.zeros(n, dtype=np.uint8)
         self.copies = np.ones(n, dtype=np.uint16)
+        self.role = np.full(n, NEW, dtype=np.uint8)
         self.twin = np.full(n, -1)  # the row because of which it goes
 
     def drop(self, row: int, reason: str, twin: int = -1) -> None:
@@ -409,13 +410,13 @@ class Decisions:
             self.code[row], self.twin[row] = CODE[reason], twin
 
 
-def decide(files: list[Path], stats: list[dict], cfg: DataConfig, old_sides: list[int], folder: Path) -> Decisions:
+def decide(files: list[Path], stats: list[dict], cfg: DataConfig, folder: Path) -> Decisions:
     """The rules that need all rows. Rows are numbered in the order of the chunks (the earlier output, eval_source, source);
     of two, the earlier one stays."""
     first = np.cumsum([0, *(s["kept"] for s in stats)])
     n = int(first[-1])
     d = Decisions(n)
-    role = np.full(n, NEW, dtype=np.uint8)
+    role = d.role
     groups = {name: Groups(folder, name) for name in ("id", "prompt", "subject", "near_row", "near_prompt")}
     near = cfg.near_duplicates is not None
     sketch_width = 0
@@ -427,7 +428,10 @@ def decide(files: list[Path], stats: list[dict], cfg: DataConfig, old_sides: lis
             rows = np.arange(first[i], first[i + 1], dtype=np.uint64)
             role[first[i] : first[i + 1]] = {"new": NEW, "test": OFFICIAL, "old": OLD}[s["role"]]
             keys = chunk_keys(file, ["id", "prompt", "subject", "label", *(["near_row", "near_prompt", "sketch"] if near else [])])
-            d.side[first[i] : first[i + 1]] = TEST if s["role"] == "test" else old_sides[i] if s["role"] == "old" else in_test_split(keys["prompt"], cfg.seed, fraction)
+            if s["role"] == "new":
+                d.side[first[i] : first[i + 1]] = in_test_split(keys["prompt"], cfg.seed, fraction)
+            else:  # an earlier row's source is its split
+                d.side[first[i] : first[i + 1]] = TEST if s["role"] == "test" or s["source"] == "test" else TRAIN
             copies = s["weight"] if s["role"] == "new" else 1.0
             chance = keys["id"].astype(np.float64) / 2**64
             d.copies[first[i] : first[i + 1]] = int(copies) + (chance < copies % 1)
@@ -473,20 +477,20 @@ def decide(files: list[Path], stats: list[dict], cfg: DataConfig, old_sides: lis
 
     if near:
         with open(folder / "sketches.bin", "rb") as sketches:
-            drop_near(groups["near_row"], d, role, sketches, sketch_width, cfg.near_duplicates, prompts=False)
-            drop_near(groups["near_prompt"], d, role, sketches, sketch_width, cfg.near_duplicates, prompts=True)
+            drop_near(groups["near_row"], d, sketches, sketch_width, cfg.near_duplicates, prompts=False)
+            drop_near(groups["near_prompt"], d, sketches, sketch_width, cfg.near_duplicates, prompts=True)
     sampled = (d.code == 0) & (d.side == TRAIN) & (d.copies == 0)
     d.code[sampled] = CODE["left_out_by_weight"]
     d.copies[d.side == TEST] = 1
     return d
 
 
-def drop_near(groups: Groups, d: Decisions, role: np.ndarray, sketches, width: int, threshold: float, prompts: bool) -> None:
+def drop_near(groups: Groups, d: Decisions, sketches, width: int, threshold: float, prompts: bool) -> None:
     """Rows that are near to an earlier row (prompts: train rows whose prompt is near to a test prompt) are dropped.
 
     Rows that share a band are candidates, and their signatures decide.
     """
-    fields = width // MINIMA
+    fields, role = width // MINIMA, d.role
     near: list[np.ndarray] = []
     for entries, starts in groups.shared():
         rows = entries[:, 1].astype(np.int64)
@@ -740,6 +744,77 @@ def measure_coverage(cfg: DataConfig, folder: Path) -> dict:
     }
 
 
+class Tally:
+    """What became of the rows, counted and with examples; each drop is also a line of a file."""
+
+    def __init__(self, cfg: DataConfig, file: Path):
+        self.strict, self.file = cfg.on_bad_row == "error", open(file, "w", encoding="utf-8")
+        self.rows_in = self.candidates = self.longer_chosen = 0
+        self.dropped: Counter[str] = Counter()
+        self.shortened: Counter[str] = Counter()
+        self.examples: dict[str, list[dict]] = defaultdict(list)
+        self.sources: dict[str, dict] = {}
+        self.histograms: dict[str, np.ndarray] = {}
+
+    def drop(self, place: str, reason: str, detail: str) -> None:
+        if self.strict and reason not in ASKED_FOR:
+            raise UserError(f"{place}: {reason}: {detail}; --on_bad_row skip drops such rows")
+        self.dropped[reason] += 1
+        self.file.write(json.dumps({"place": place, "reason": reason, "detail": detail}, ensure_ascii=False) + "\n")
+        if len(self.examples[reason]) < EXAMPLES_PER_REASON:
+            self.examples[reason].append({"place": place, "detail": detail})
+
+    def add_chunk(self, stats: dict) -> None:
+        """After the first pass of a chunk. Its lists are taken out of `stats`, so that memory does not grow with the drops."""
+        for drop in stats.pop("dropped"):
+            self.drop(*drop)
+        self.shortened.update(stats.pop("shortened"))
+        if stats["role"] != "old":
+            self.rows_in += stats["rows"]
+            self.candidates += stats["candidates"]
+            self.sources[stats["source"]]["rows"] += stats["rows"]
+
+    def add_decisions(self, files: list[Path], stats: list[dict], d: Decisions, kind: str) -> None:
+        """After the second pass."""
+        first = np.cumsum([0, *(s["kept"] for s in stats)])
+        for i, s in enumerate(stats):
+            if s["role"] == "old" or not s["kept"]:
+                continue
+            codes = d.code[first[i] : first[i + 1]]
+            self.sources[s["source"]]["kept"] += int((codes == 0).sum())
+            places = read_chunk(files[i], ["_place"])["_place"] if codes.any() else None
+            for k in np.flatnonzero(codes).tolist():
+                reason, twin, detail = REASONS[codes[k]], int(d.twin[first[i] + k]), ""
+                if twin >= 0 and self.dropped[reason] < 100:  # for each to be looked up there may be too many
+                    j = int(np.searchsorted(first, twin, side="right")) - 1
+                    detail = f"with {read_chunk(files[j], ['_place'])['_place'][twin - int(first[j])]}"
+                self.drop(places[k].as_py(), reason, detail)
+            lengths = chunk_keys(files[i], ["lengths"])["lengths"][codes == 0]  # (kept, parts)
+            for name, column in zip(("prompt", *ANSWERS[kind]), lengths.T):
+                counts = np.bincount(column, minlength=len(self.histograms.get(name, ())))
+                counts[: len(self.histograms.get(name, ()))] += self.histograms.get(name, 0)
+                self.histograms[name] = counts
+            self.longer_chosen += int((lengths[:, 1] > lengths[:, 2]).sum()) if kind == "preference" else 0
+        self.file.close()
+
+    def report(self, kind: str, rows_out: dict[str, int]) -> dict:
+        report = {
+            "kind": kind,
+            "rows_in": self.rows_in,
+            "candidates": self.candidates,
+            "rows_out": rows_out,
+            "dropped": dict(self.dropped.most_common()),
+            "dropped_examples": self.examples,
+            "shortened": dict(self.shortened),
+            "sources": self.sources,
+            "tokens": {name: percentiles(h) for name, h in self.histograms.items() if h.sum()},
+        }
+        kept = sum(source["kept"] for source in self.sources.values())
+        if kind == "preference" and kept:
+            report["longer_answer_chosen"] = round(self.longer_chosen / kept, 4)
+        return report
+
+
 def percentiles(histogram: np.ndarray) -> dict[str, int]:
     """Of lengths whose counts are `histogram`."""
     total, below = histogram.sum(), np.cumsum(histogram)
@@ -903,131 +978,71 @@ def prepare(cfg: DataConfig) -> dict:
     earlier = cfg.refresh and output.exists() and any(output.iterdir())
     if not earlier:
         check_output_dir(cfg.output_dir, cfg.overwrite)
-    tokenizer = load_tokenizer(cfg.tokenizer)
-    excluded = read_excluded([cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or [])
     kind = folder_kind(cfg.output_dir) if earlier else cfg.kind
     if earlier and cfg.kind not in (None, kind):
         raise UserError(f"output_dir {output} holds {kind}, so {cfg.kind} cannot be added; choose another folder")
+    tokenizer = load_tokenizer(cfg.tokenizer)
+    excluded = read_excluded([cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or [])
     folder = workshop(cfg, [*sources, *test_sources])
+    old_files = {split: sorted(output.glob(f"{split}-*.parquet")) if earlier else [] for split in ("train", "test")}
+    tally = Tally(cfg, folder / "dropped.jsonl")
 
     # 1. rows -> chunk files, in parallel
-    works: list[Work] = []
-    old_side: dict[str, int] = {}
-
     def tasks() -> Iterator[tuple[Chunk, Work]]:
         nonlocal kind
-        for split, side in (("train", TRAIN), ("test", TEST)) if earlier else ():
-            for file in sorted(output.glob(f"{split}-*.parquet")):
-                old_side[str(file)] = side
-                for chunk in read_file(str(file)):
-                    yield chunk, Work(cfg, Shape(kind, "earlier output"), Columns(), str(file), "old")
+        for split, file in ((split, file) for split in old_files for file in old_files[split]):
+            for chunk in read_file(str(file)):
+                yield chunk, Work(cfg, Shape(kind, "earlier output"), Columns(), split, "old")
         first_source = chunks_of(sources[0], "new", cfg, kind, folder)  # it decides the kind
         kind = first_source[0].shape.kind
+        if cfg.filter is not None and kind != "preference":
+            raise UserError(f"filter is for preference pairs and would have no effect on {kind}")
         for role, source in [*(("test", s) for s in test_sources), *(("new", s) for s in sources)]:
             work, chunks = first_source if source is sources[0] else chunks_of(source, role, cfg, kind, folder)
-            works.append(work)
+            tally.sources[work.source] = {"shape": work.shape.name, "rows": 0, "kept": 0}
             for chunk in chunks:
                 yield chunk, work
 
     workers = cfg.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    files, stats = [], []
-    dropped: Counter[str] = Counter()
-    examples: dict[str, list[dict]] = defaultdict(list)
-    shortened: Counter[str] = Counter()
-    drops = open(folder / "dropped.jsonl", "w", encoding="utf-8")
-
-    def count_drop(place: str, reason: str, detail: str) -> None:
-        if cfg.on_bad_row == "error" and reason not in ASKED_FOR:
-            raise UserError(f"{place}: {reason}: {detail}; --on_bad_row skip drops such rows")
-        dropped[reason] += 1
-        drops.write(json.dumps({"place": place, "reason": reason, "detail": detail}, ensure_ascii=False) + "\n")
-        if len(examples[reason]) < EXAMPLES_PER_REASON:
-            examples[reason].append({"place": place, "detail": detail})
-
     parts = sum(1 if is_saved(s.path) else max(1, len(source_files(s.path))) for s in [*sources, *test_sources])
-    for file, s in run_chunks(tasks(), folder / "chunks", workers, (tokenizer, excluded), parts):
-        for drop in s.pop("dropped"):
-            count_drop(*drop)
-        shortened.update(s.pop("shortened"))
+    files, stats = [], []
+    for file, chunk in run_chunks(tasks(), folder / "chunks", workers, (tokenizer, excluded), parts):
+        tally.add_chunk(chunk)
         files.append(file)
-        stats.append(s)
+        stats.append(chunk)
+    if not tally.rows_in:
+        raise UserError(f"source {', '.join(s.path for s in sources)} has no rows")
 
     # 2. what no row can know of itself
-    d = decide(files, stats, cfg, [old_side.get(s["source"], TRAIN) for s in stats], folder)
     new = folder / "new"
     new.mkdir()
+    d = decide(files, stats, cfg, folder)
     if cfg.filter is not None:
-        if kind != "preference":
-            raise UserError(f"filter is for preference pairs and would have no effect on {kind}")
         drop_contradicted(cfg, files, stats, d, new)
-    first = np.cumsum([0, *(s["kept"] for s in stats)])
-    by_source: dict[str, dict] = {w.source: {"shape": w.shape.name, "rows": 0, "kept": 0} for w in works}
-    histograms = {name: np.zeros(1, dtype=np.int64) for name in ("prompt", *ANSWERS[kind or "prompts"])}
-    rows_in = candidates = longer_chosen = 0
-    for i, s in enumerate(stats):
-        if s["role"] == "old":
-            continue
-        rows_in, candidates = rows_in + s["rows"], candidates + s["candidates"]
-        codes = d.code[first[i] : first[i + 1]]
-        by_source[s["source"]]["rows"] += s["rows"]
-        by_source[s["source"]]["kept"] += int((codes == 0).sum())
-        if codes.any():
-            names = read_chunk(files[i], ["_place"])["_place"].to_pylist()
-            for k in np.flatnonzero(codes).tolist():
-                reason, twin = REASONS[codes[k]], int(d.twin[first[i] + k])
-                if twin >= 0 and dropped[reason] < 100:  # for each to be looked up there may be too many
-                    j = int(np.searchsorted(first, twin, side="right")) - 1
-                    count_drop(names[k], reason, f"with {read_chunk(files[j], ['_place'])['_place'][twin - int(first[j])]}")
-                else:
-                    count_drop(names[k], reason, "")
-        if s["kept"]:
-            lengths = chunk_keys(files[i], ["lengths"])["lengths"][codes == 0]
-            for name, column in zip(histograms, lengths.T):
-                counts = np.bincount(column, minlength=len(histograms[name]))
-                counts[: len(histograms[name])] += histograms[name]
-                histograms[name] = counts
-            if kind == "preference":
-                longer_chosen += int((lengths[:, 1] > lengths[:, 2]).sum())
-    drops.close()
-    if not rows_in:
-        raise UserError(f"source {', '.join(s.path for s in sources)} has no rows")
-    is_new = np.repeat([s["role"] != "old" for s in stats], [s["kept"] for s in stats]) & (d.code == 0)
+    tally.add_decisions(files, stats, d, kind)
+    is_new = (d.role != OLD) & (d.code == 0)
     if not is_new.any() and not earlier:
-        worst, n = dropped.most_common(1)[0]
-        example = examples[worst][0]
-        raise UserError(f"all {rows_in} rows were dropped, {n} of them as {worst}: {example['place']}: {example['detail']}")
+        worst, n = tally.dropped.most_common(1)[0]
+        example = tally.examples[worst][0]
+        raise UserError(f"all {tally.rows_in} rows were dropped, {n} of them as {worst}: {example['place']}: {example['detail']}")
 
     # 3. write; nothing is replaced before everything is there
     rows_out, new_files = {}, []
     for split, side in (("train", TRAIN), ("test", TEST)):
         rows_out[split] = int(d.copies[is_new & (d.side == side)].sum())
-        old_files = sorted(output.glob(f"{split}-*.parquet")) if earlier else []
         tables = kept_rows(files, stats, d, kind, side, cfg.seed if side == TRAIN else None)
-        new_files += write_split(tables, split, rows_out[split], kind, new, old_files)
-    report = {
-        "kind": kind,
-        "rows_in": rows_in,
-        "candidates": candidates,
-        "rows_out": rows_out,
-        "dropped": dict(dropped.most_common()),
-        "dropped_examples": examples,
-        "shortened": dict(shortened),
-        "sources": by_source,
-        "tokens": {name: percentiles(h) for name, h in histograms.items() if h.sum()},
-    }
-    kept = int(is_new.sum())
-    if kind == "preference" and kept:
-        report["longer_answer_chosen"] = round(longer_chosen / kept, 4)
+        new_files += write_split(tables, split, rows_out[split], kind, new, old_files[split])
+    os.replace(folder / "dropped.jsonl", new / "dropped.jsonl")
+    report = tally.report(kind, rows_out)
     if earlier:
         before = json.loads((output / "report.json").read_text(encoding="utf-8")) if (output / "report.json").is_file() else {}
-        report["added"] = {"rows": dict(rows_out), "files": new_files, "already_there": dropped["already_there"]}
+        report["added"] = {"rows": rows_out, "files": new_files, "already_there": tally.dropped["already_there"]}
         report["rows_out"] = {split: n + before.get("rows_out", {}).get(split, 0) for split, n in rows_out.items()}
         report["earlier"] = [*before.pop("earlier", []), before]
-    os.replace(folder / "dropped.jsonl", new / "dropped.jsonl")
     if cfg.coverage is not None:
         report["coverage"] = measure_coverage(cfg, new)
     shown = first_rows(new, new_files, 5)
-    write_text(new / "report.html", report_page(report, histograms, shown, kind, tokenizer))
+    write_text(new / "report.html", report_page(report, tally.histograms, shown, kind, tokenizer))
     write_json(new / "report.json", report)
     record_run(new, cfg, started)
     replace_folder(new, output)
@@ -1036,13 +1051,13 @@ def prepare(cfg: DataConfig) -> dict:
     # 4. say what happened
     if shown:
         print_example(shown[0], kind, tokenizer)
-    made = f" into {candidates} candidates" if candidates != rows_in else ""
-    print(f"{rows_in} rows read{made}: {rows_out['train']} train, {rows_out['test']} test, {sum(dropped.values())} dropped")
-    for reason, n in dropped.most_common():
-        print(show(f"  dropped {n} {reason}, e.g. {examples[reason][0]['place']}: {examples[reason][0]['detail']}"))
-    for part, n in shortened.items():
+    made = f" into {tally.candidates} candidates" if tally.candidates != tally.rows_in else ""
+    print(f"{tally.rows_in} rows read{made}: {rows_out['train']} train, {rows_out['test']} test, {sum(tally.dropped.values())} dropped")
+    for reason, n in tally.dropped.most_common():
+        print(show(f"  dropped {n} {reason}, e.g. {tally.examples[reason][0]['place']}: {tally.examples[reason][0]['detail']}"))
+    for part, n in tally.shortened.items():
         print(f"  shortened {n} {part}; the whole text is kept in the metadata")
-    if not rows_out["test"] and not earlier:
+    if not report["rows_out"]["test"]:
         print("  the test split is empty; a higher eval_fraction or an eval_source fills it")
     if "coverage" in report:
         print(f"  {report['coverage']['share']:.1%} of {report['coverage']['prompts']} real prompts have a close train prompt; see coverage.jsonl")
