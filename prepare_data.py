@@ -11,30 +11,33 @@ file a chunk, so a run that was killed goes on where it was. Then the keys alone
 (duplicates, contradictions, the split), and the rows that are left are written.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import yaml
 
 from utils.config import UserError, check_output_dir, record_run, run_stage, to_dict, write_json, write_text
 from utils.data import COLUMNS, encode_dialogues, encode_prompt, encode_response, encode_responses, folder_kind, show
-from utils.shapes import ANSWERS, GROUPED, USES, Columns, Shape, as_messages, convert, detect_shape, group_rows, to_json
-from utils.similarity import MINIMA, Groups, combine, hash64, one_byte, signatures, similarity, tfidf, word_rarity
-from utils.sources import BadRow, Chunk, Hub, is_local, is_saved, read_file, read_source, source_files
+from utils.shapes import ANSWERS, GROUPED, PAIRED, USES, Columns, Shape, as_messages, convert, detect_shape, detect_source, group_rows, to_json
+from utils.similarity import MINIMA, Groups, bands, combine, hash64, one_byte, plain, signatures, similarity, tfidf, word_rarity
+from utils.sources import BadRow, Chunk, Hub, hub_label, is_local, is_saved, read_file, read_source, source_files
 from utils.tracking import progress_bar
 
 ROWS_PER_SHARD = 100_000
@@ -95,7 +98,7 @@ class DataConfig:
     max_response_length: int = 256
     """tokens with eos, inclusive"""
     long_prompt: Literal["filter", "keep_last_turns"] = "filter"
-    """of a prompt over the limit: drop the row, or drop its oldest turns (never the system turn or the last one)"""
+    """of a prompt over the limit: drop the row, or drop its oldest turns (not a system turn at its start, and not the last one)"""
     long_response: Literal["filter", "truncate"] = "filter"
     """of an answer over the limit: drop the row, or cut the answer's end off"""
     pairs: Literal["best_worst", "all"] | None = None
@@ -168,7 +171,8 @@ def shorten_answer(row: dict, name: str, tokenizer, limit: int) -> list[int]:
     text = row[name]
     spans = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)["offset_mapping"]
     for keep in range(limit - 1, 0, -1):
-        cut = text[: spans[keep - 1][1]].rstrip()
+        cut = text[: spans[keep - 1][1]]
+        cut = cut if name == "response" else cut.rstrip()
         ids = encode_response(tokenizer, cut)
         if len(ids) <= limit:
             keep_raw(row, name, text)
@@ -185,7 +189,7 @@ def keep_raw(row: dict, name: str, value) -> None:
 
 def check_lengths(row: dict, ids: dict, kind: str, tokenizer, cfg: DataConfig) -> list[str]:
     """Bring a row within the limits, or raise BadRow; returns what was shortened. `ids` are updated."""
-    changed = []
+    changed, whole = [], dict(ids)
     n = len(ids["prompt"])
     if n > cfg.max_prompt_length:
         shorter = shorten_prompt(row, tokenizer, cfg.max_prompt_length) if cfg.long_prompt == "keep_last_turns" else None
@@ -198,16 +202,19 @@ def check_lengths(row: dict, ids: dict, kind: str, tokenizer, cfg: DataConfig) -
         if n > cfg.max_response_length:
             if cfg.long_response == "filter":
                 raise BadRow("response_too_long", f"{name} has {n} tokens, limit {cfg.max_response_length}")
-            ids[name] = shorten_answer(row, name, tokenizer, cfg.max_response_length)
+            whole[name], ids[name] = ids[name], shorten_answer(row, name, tokenizer, cfg.max_response_length)
             changed.append(name)
     if kind == "preference" and ids["chosen"] == ids["rejected"]:
         cut = set(changed) & {"chosen", "rejected"}
         raise BadRow("equal_after_truncation" if cut else "equal_answers", "chosen and rejected are the same tokens")
     if kind == "trajectories" and row["logprobs"] is not None:
-        if "response" in changed:
-            row["logprobs"] = row["logprobs"][: len(ids["response"]) - 1]
-        elif len(row["logprobs"]) not in (len(ids["response"]), len(ids["response"]) - 1):
-            raise BadRow("logprobs_length", f"{len(row['logprobs'])} logprobs for {len(ids['response'])} response tokens with eos")
+        n, cut = len(whole["response"]), len(ids["response"])
+        if len(row["logprobs"]) not in (n, n - 1):
+            raise BadRow("logprobs_length", f"{len(row['logprobs'])} logprobs for {n} response tokens with eos")
+        if cut < n:
+            if ids["response"][:-1] != whole["response"][: cut - 1]:
+                raise BadRow("logprobs_length", "the shortened response has other tokens than the logged one")
+            row["logprobs"] = row["logprobs"][: cut - 1]
     return changed
 
 
@@ -215,49 +222,45 @@ def check_lengths(row: dict, ids: dict, kind: str, tokenizer, cfg: DataConfig) -
 
 
 def prompt_key(prompt: list[dict]) -> int:
-    """Equal for prompts that differ only in case and white space."""
-    text = "\0".join(f"{m['role']} {m['content']}" for m in prompt)
-    return hash64(" ".join(text.casefold().split()))
+    """Equal for prompts that differ only in case, white space and the encoding of accents."""
+    return hash64(" ".join(plain("\0".join(f"{m['role']} {m['content']}" for m in prompt)).split()))
 
 
-BANDS = 8
-
-
-def row_keys(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
+def row_keys(rows: list[dict], kind: str, threshold: float | None) -> dict[str, np.ndarray]:
     """What is compared between rows: prompts, subjects with their labels, near-duplicate bands and signatures.
 
     A subject is what a label is given to: a prompt with two answers (the label: which is better), or a prompt (the label:
     its right answer). Near rows must share their numbers too, for another number makes another sum.
     """
     fields = {"preference": ("chosen", "rejected"), "trajectories": ("response",), "prompts": ("reference",)}[kind]
-    prompts = [json.dumps(row["prompt"], ensure_ascii=False) for row in rows]
+    prompts = [prompt_key(row["prompt"]) for row in rows]
     subject, label = [], []
     for row, prompt in zip(rows, prompts):
         if kind == "preference":
-            subject.append(hash64(prompt, *sorted((row["chosen"], row["rejected"]))))
+            subject.append(hash64(str(prompt), *sorted((row["chosen"], row["rejected"]))))
             label.append(int(row["chosen"] < row["rejected"]))
         elif kind == "prompts" and row["ground_truth"] is not None:
-            subject.append(hash64(prompt))
-            label.append(hash64(row["ground_truth"]))
+            subject.append(prompt)
+            label.append(hash64(re.sub(r"[\s,]", "", plain(row["ground_truth"]))))
         else:  # a logged answer may well have had several rewards
             subject.append(int(row["id"], 16))
             label.append(0)
+    keys = {"prompt": prompts, "subject": subject, "label": label, "id": [int(row["id"], 16) for row in rows]}
+    keys = {name: np.array(values, dtype=np.uint64) for name, values in keys.items()}
+    if threshold is None:
+        return keys
     texts = [["\n".join(m["content"] for m in row["prompt"]), *(row[name] or "" for name in fields)] for row in rows]
     sketch = signatures([text for row in texts for text in row]).reshape(len(rows), 1 + len(fields), MINIMA)
     numbers = [[" ".join(re.findall(r"\d+", text)) for text in row] for row in texts]
     prompt_numbers = np.array([hash64(n[0]) for n in numbers], dtype=np.uint64)
     more = {"trajectories": "reward", "prompts": "ground_truth"}.get(kind)
     all_numbers = np.array([hash64(*n, str(row[more]) if more else "") for n, row in zip(numbers, rows)], dtype=np.uint64)
-    width = MINIMA // BANDS
-    return {
-        "prompt": np.array([prompt_key(row["prompt"]) for row in rows], dtype=np.uint64),
-        "subject": np.array(subject, dtype=np.uint64),
-        "label": np.array(label, dtype=np.uint64),
-        # all fields must agree in four places of a band; the prompt alone in eight
-        "near_row": np.stack([combine(sketch[:, :, b * width : b * width + 4].reshape(len(rows), -1), all_numbers + np.uint64(b)) for b in range(BANDS)], 1),
-        "near_prompt": np.stack([combine(sketch[:, 0, b * width : (b + 1) * width], prompt_numbers + np.uint64(b)) for b in range(BANDS)], 1),
-        "sketch": one_byte(sketch),
-    }
+    keys["near_row"] = np.stack(
+        [combine(sketch[:, :, band].reshape(len(rows), -1), all_numbers + np.uint64(i)) for i, band in enumerate(bands(threshold, 1 + len(fields)))], 1
+    )
+    keys["near_prompt"] = np.stack([combine(sketch[:, 0, band], prompt_numbers + np.uint64(i)) for i, band in enumerate(bands(threshold, 1))], 1)
+    keys["sketch"] = one_byte(sketch)
+    return keys
 
 
 # ----------------------------------------------------------------------------------- pass 1: a chunk of raw rows
@@ -278,9 +281,26 @@ class Work(NamedTuple):
 _worker: dict = {}
 
 
-def start_worker(tokenizer, excluded: set[str]) -> None:
+def end_with(parent: int) -> None:
+    """A worker does not outlive a run that was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def start_worker(tokenizer, excluded: set[str], parent: int | None = None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are taken
+    if parent is not None:
+        for lock in _locks:
+            lock.close()  # it is the run's own
+        threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     _worker.update(tokenizer=tokenizer, excluded=excluded)
+
+
+def excluded_prompt(prompt: list[dict], suffix: str) -> bool:
+    """Whether a prompt is listed, with its suffix or without."""
+    plain_end = {**prompt[-1], "content": prompt[-1]["content"].removesuffix(suffix)}
+    return bool({json.dumps(prompt), json.dumps([*prompt[:-1], plain_end])} & _worker["excluded"])
 
 
 def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
@@ -307,8 +327,12 @@ def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
             continue
         candidates += len(made)
         for i, row in enumerate(made, 1):
-            rows.append(row)
-            places.append(place if len(made) == 1 else f"{place} pair {i}")
+            at = place if len(made) == 1 else f"{place} pair {i}"
+            if isinstance(row, BadRow):
+                dropped.append((at, row.reason, row.detail))
+            else:
+                rows.append(row)
+                places.append(at)
 
     kept, lengths = [], []
     encoded = encode_rows(rows, kind, tokenizer) if rows and work.role != "old" else [None] * len(rows)
@@ -323,7 +347,7 @@ def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
             shortened.update(check_lengths(row, ids, kind, tokenizer, cfg))
             content = {k: v for k, v in row.items() if k != "metadata"}
             row["id"] = hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
-            if _worker["excluded"] and (row["id"] in _worker["excluded"] or json.dumps(row["prompt"]) in _worker["excluded"]):
+            if _worker["excluded"] and (row["id"] in _worker["excluded"] or excluded_prompt(row["prompt"], cfg.prompt_suffix)):
                 raise BadRow("excluded", "listed in exclude")
         except BadRow as bad:
             dropped.append((place, bad.reason, bad.detail))
@@ -335,8 +359,7 @@ def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
     schema = schema_of(kind).append(pa.field("_place", pa.string()))
     columns = pa.Table.from_pylist(kept, schema=schema).columns
     names = [*schema.names]
-    keys = row_keys(kept, kind) if kept else {}
-    keys["id"] = np.array([int(row["id"], 16) for row in kept], dtype=np.uint64)
+    keys = row_keys(kept, kind, cfg.near_duplicates) if kept else {}
     keys["lengths"] = np.array(lengths, dtype=np.int32)
     for name, values in keys.items():
         values = values.reshape(len(values), -1) if values.ndim > 2 else values
@@ -435,13 +458,17 @@ def decide(files: list[Path], stats: list[dict], cfg: DataConfig, folder: Path) 
             copies = s["weight"] if s["role"] == "new" else 1.0
             chance = keys["id"].astype(np.float64) / 2**64
             d.copies[first[i] : first[i + 1]] = int(copies) + (chance < copies % 1)
+            out = (d.side[rows] == TRAIN) & (d.copies[rows] == 0) & (s["role"] == "new")
+            d.code[rows[out]] = CODE["left_out_by_weight"]  # before the rules, so that no other row goes because of it
+            keys = {name: values[~out] for name, values in keys.items() if name != "sketch"} | ({"sketch": keys["sketch"]} if near else {})
+            rows = rows[~out]
             groups["id"].add(keys["id"], rows)
             groups["prompt"].add(keys["prompt"], rows)
             groups["subject"].add(keys["subject"], rows, keys["label"])
             if near:
-                for b in range(BANDS):
-                    groups["near_row"].add(keys["near_row"][:, b], rows)
-                    groups["near_prompt"].add(keys["near_prompt"][:, b], rows)
+                for name in ("near_row", "near_prompt"):
+                    for band in keys[name].T:
+                        groups[name].add(band, rows)
                 sketch_width = keys["sketch"].shape[1]
                 sketches.write(keys["sketch"].tobytes())
 
@@ -479,9 +506,8 @@ def decide(files: list[Path], stats: list[dict], cfg: DataConfig, folder: Path) 
         with open(folder / "sketches.bin", "rb") as sketches:
             drop_near(groups["near_row"], d, sketches, sketch_width, cfg.near_duplicates, prompts=False)
             drop_near(groups["near_prompt"], d, sketches, sketch_width, cfg.near_duplicates, prompts=True)
-    sampled = (d.code == 0) & (d.side == TRAIN) & (d.copies == 0)
-    d.code[sampled] = CODE["left_out_by_weight"]
     d.copies[d.side == TEST] = 1
+    d.copies[d.copies == 0] = 1  # left out already
     return d
 
 
@@ -494,31 +520,42 @@ def drop_near(groups: Groups, d: Decisions, sketches, width: int, threshold: flo
     near: list[np.ndarray] = []
     for entries, starts in groups.shared():
         rows = entries[:, 1].astype(np.int64)
-        sizes = np.diff([*starts, len(rows)])
-        if prompts:  # against the first test row of the group
-            test = np.where((d.side[rows] == TEST) & (d.code[rows] == 0), rows, len(d.code))
-            leader = np.minimum.reduceat(test, starts)
-            leaders = np.repeat(leader, sizes)
-            keep = (leaders < len(d.code)) & (d.side[rows] == TRAIN) & (d.code[rows] == 0)
-        else:
-            live = np.where(d.code[rows] == 0, rows, len(d.code))
-            leaders = np.repeat(np.minimum.reduceat(live, starts), sizes)
-            keep = (leaders != rows) & (leaders < len(d.code)) & (d.code[rows] == 0) & (role[rows] != OLD)
-        pairs = np.stack([rows, leaders], 1)[keep]
+        pairs = near_candidates(rows, starts, d, prompts)
         if len(pairs):
             pairs = np.unique(pairs, axis=0)
             for block in np.array_split(pairs, -(-len(pairs) // 20_000)):
                 a, b = (read_sketches(sketches, block[:, c], width).reshape(-1, fields, MINIMA)[:, : 1 if prompts else fields] for c in (0, 1))
                 near.append(block[(similarity(a, b) >= threshold).all(1)])
-    for row, leader in np.unique(np.concatenate(near), axis=0).tolist() if near else []:
-        if prompts:
-            if role[row] == OLD:  # an earlier train row stays, so the new test row goes
-                if role[leader] != OLD:
-                    d.drop(leader, "prompt_in_train", row)
-            else:
-                d.drop(row, "near_test_prompt", leader)
-        elif not d.code[leader]:
-            d.drop(row, "near_test_prompt" if role[row] > role[leader] == OFFICIAL else "near_duplicate", leader)
+    for row, other in np.unique(np.concatenate(near), axis=0).tolist() if near else []:
+        if d.code[row] or d.code[other]:
+            continue
+        if not prompts:
+            d.drop(row, "near_test_prompt" if role[row] > role[other] == OFFICIAL else "near_duplicate", other)
+        elif role[row] != OLD:
+            d.drop(row, "near_test_prompt", other)
+        elif role[other] != OLD:  # an earlier train row stays, so the new test row goes
+            d.drop(other, "prompt_in_train", row)
+
+
+def near_candidates(rows: np.ndarray, starts: np.ndarray, d: Decisions, prompts: bool) -> np.ndarray:
+    """Pairs (row, earlier row), or (train row, test row), among rows that share a key: with at most 16 others each, so that
+    a thousand rows of one template are not a million pairs. rows: all groups, one after the other, (M,) -> (P, 2)."""
+    pairs = [np.empty((0, 2), dtype=np.int64)]
+    live, test = d.code[rows] == 0, d.side[rows] == TEST
+    group = np.repeat(np.arange(len(starts)), np.diff([*starts, len(rows)]))
+    if prompts:
+        first, second = np.flatnonzero(live & ~test), np.flatnonzero(live & test)
+        begin, end = np.searchsorted(group[second], group[first], "left"), np.searchsorted(group[second], group[first], "right")
+        for k in range(16):
+            have = begin + k < end
+            pairs.append(np.stack([rows[first[have]], rows[second[(begin + k)[have]]]], 1))
+    else:
+        at = np.flatnonzero(live)
+        for k in range(1, 17):
+            same = group[at[k:]] == group[at[:-k]]
+            pairs.append(np.stack([rows[at[k:][same]], rows[at[:-k][same]]], 1))
+    pairs = np.concatenate(pairs)
+    return pairs if prompts else pairs[d.role[pairs[:, 0]] != OLD]
 
 
 def read_sketches(file, rows: np.ndarray, width: int) -> np.ndarray:
@@ -595,31 +632,48 @@ def write_split(tables: Iterator, split: str, rows: int, kind: str, folder: Path
     return names
 
 
-def workshop(cfg: DataConfig, sources: list[Source]) -> Path:
+def workshop(cfg: DataConfig, output: Path, sources: list[Source], tokenizer, excluded: set[str]) -> Path:
     """The folder beside output_dir for what is not finished; what an equal run left there is used again.
 
-    Chunks of local files can be used again if the files have not changed; of the hub nobody can say.
+    Equal means: the same settings, tokenizer, template, exclusions, code, and local files that have not changed; of the hub
+    nobody can say.
     """
-    output = Path(cfg.output_dir)
+    from utils.models import template_fingerprint
+
     folder = output.with_name(f".{output.name}.partial")
-    files = [file for source in sources if is_local(source.path) for file in source_files(source.path)]
+    code = [Path(__file__), *(Path(__file__).parent / "utils" / f"{name}.py" for name in ("sources", "shapes", "similarity", "data"))]
+    files = [file for source in sources if is_local(source.path) for file in local_files(source, cfg.hub)] + sorted(map(str, output.glob("*.parquet")))
     settings = {k: v for k, v in to_dict(cfg).items() if k not in ("workers", "overwrite", "coverage", "filter", "on_bad_row")}
-    about = json.dumps([settings, [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files], [s.name for s in sorted(output.glob("*.parquet"))]])
-    note = folder / "about.json"
+    stamp = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+    about = json.dumps([settings, stamp, template_fingerprint(tokenizer), sorted(excluded), [hash64(file.read_text(encoding="utf-8")) for file in code]])
     try:
-        same = note.is_file() and note.read_text(encoding="utf-8") == about and all(is_local(s.path) for s in sources)
-        if not same and folder.exists():
-            shutil.rmtree(folder)
-        (folder / "chunks").mkdir(parents=True, exist_ok=True)
-        write_text(note, about)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")
     except OSError as error:
         raise UserError(f"output_dir {output} cannot be created ({error.strerror}); choose another one") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"another run is preparing output_dir {output}; wait for it, or choose another one") from None
+    _locks.append(lock)
+    note = folder / "about.json"
+    same = note.is_file() and note.read_text(encoding="utf-8") == about and all(is_local(s.path) for s in sources)
     for leftover in folder.iterdir():
-        if leftover.is_dir() and leftover.name != "chunks":
-            shutil.rmtree(leftover)
-        elif leftover.name not in ("chunks", "about.json"):
-            leftover.unlink()
+        if leftover.name != "lock" and not (same and leftover.name in ("chunks", "about.json")):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    (folder / "chunks").mkdir(exist_ok=True)
+    write_text(note, about)
     return folder
+
+
+_locks: list = []  # open for as long as the run is
+
+
+def local_files(source: Source, hub: Hub) -> list[str]:
+    """Files that a local source is read from."""
+    if is_saved(source.path):
+        return sorted(str(f) for f in Path(source.path).rglob("*") if f.is_file())
+    return source_files(source.path, (source.hub or hub).split)
 
 
 def replace_folder(new: Path, output: Path) -> None:
@@ -632,6 +686,17 @@ def replace_folder(new: Path, output: Path) -> None:
     except OSError as error:
         raise UserError(f"output_dir {output} cannot be replaced ({error.strerror}); the finished data is in {new}") from None
     shutil.rmtree(old, ignore_errors=True)
+
+
+def keep_files(old: Path, new: Path) -> None:
+    """What else lies in the earlier output stays, and its lists of dropped rows go on."""
+    for file in old.iterdir():
+        target = new / file.name
+        if file.name in ("dropped.jsonl", "contradicted.jsonl"):
+            added = target.read_bytes() if target.exists() else b""
+            target.write_bytes(file.read_bytes() + added)
+        elif not target.exists() and not re.fullmatch(r"(train|test)-\d+-of-\d+\.parquet", file.name):
+            shutil.copytree(file, target) if file.is_dir() else shutil.copy2(file, target)
 
 
 def restore_folder(output: Path) -> None:
@@ -666,7 +731,7 @@ def read_excluded(files: list[str]) -> set[str]:
             continue
         if not isinstance(raw, dict) or not ("id" in raw or "prompt" in raw):
             raise UserError(f"{place}: exclude needs objects with an id or a prompt (a list of messages)")
-        excluded |= {raw["id"]} if "id" in raw else set()
+        excluded |= {str(raw["id"])} if "id" in raw else set()
         try:
             excluded |= {json.dumps(as_messages(raw["prompt"], "prompt"))} if "prompt" in raw else set()
         except BadRow as bad:
@@ -725,7 +790,7 @@ def measure_coverage(cfg: DataConfig, folder: Path) -> dict:
     def train_prompts(label: str) -> Iterator[list[str]]:
         for file in progress_bar(sorted(folder.glob("train-*.parquet")), label, unit="files"):
             for batch in pyarrow.parquet.ParquetFile(file).iter_batches(ROWS_PER_GROUP, columns=["prompt"]):
-                yield [prompt[-1]["content"] for prompt in batch["prompt"].to_pylist()]
+                yield [prompt[-1]["content"].removesuffix(cfg.prompt_suffix) for prompt in batch["prompt"].to_pylist()]
 
     rarity = word_rarity(train_prompts("counting words"))
     vectors = tfidf([text for _, text in real], rarity)
@@ -794,7 +859,7 @@ class Tally:
                 counts = np.bincount(column, minlength=len(self.histograms.get(name, ())))
                 counts[: len(self.histograms.get(name, ()))] += self.histograms.get(name, 0)
                 self.histograms[name] = counts
-            self.longer_chosen += int((lengths[:, 1] > lengths[:, 2]).sum()) if kind == "preference" else 0
+            self.longer_chosen += float((lengths[:, 1] > lengths[:, 2]).sum() + (lengths[:, 1] == lengths[:, 2]).sum() / 2) if kind == "preference" else 0
         self.file.close()
 
     def report(self, kind: str, rows_out: dict[str, int]) -> dict:
@@ -848,7 +913,7 @@ def report_page(report: dict, histograms: dict[str, np.ndarray], examples: list[
         body += figure_svg(figure)
         body += table(["", *next(iter(report["tokens"].values()))], [[name, *map(str, p.values())] for name, p in report["tokens"].items()])
     if "longer_answer_chosen" in report:
-        body += f"<p>The longer answer is the chosen one in {report['longer_answer_chosen']:.1%} of the pairs (0.5 would be no preference for length).</p>"
+        body += f"<p>The longer answer is the chosen one in {report['longer_answer_chosen']:.1%} of the pairs, equally long ones counted as half (50% would be no preference for length).</p>"
     if "coverage" in report:
         c = report["coverage"]
         body += f"<h2>Coverage</h2><p>{c['covered']:,} of {c['prompts']:,} real prompts ({c['share']:.1%}) have a train prompt with a similarity of at least {c['min_similarity']}. The farthest:</p>"
@@ -879,20 +944,24 @@ def check_config(cfg: DataConfig) -> tuple[list[Source], list[Source]]:
     for source in [*sources, *test_sources]:
         if source.path[:1] in "[{":
             raise UserError(f"source {source.path} is not valid; write texts, or objects with path, weight and hub")
-        if source.weight < 0:
-            raise UserError(f"source {source.path}: weight {source.weight} must not be negative")
+        if not 0 <= source.weight <= 1000:
+            raise UserError(f"source {source.path}: weight {source.weight} must be between 0 and 1000")
         if Path(source.path).is_dir() and Path(cfg.output_dir).resolve().is_relative_to(Path(source.path).resolve()):
             raise UserError(f"output_dir {cfg.output_dir} lies inside the source {source.path}, which would then read what it wrote; choose another folder")
+        if cfg.overwrite and is_local(source.path) and any(Path(f).resolve().is_relative_to(Path(cfg.output_dir).resolve()) for f in local_files(source, cfg.hub)):
+            raise UserError(f"source {source.path} lies in output_dir {cfg.output_dir}, which overwrite would replace; choose another output_dir")
         if source.hub is not None and is_local(source.path) and source.hub != Hub(split=source.hub.split):
             raise UserError(f"source {source.path} is a local file, so its hub options would have no effect; remove them")
-    if cfg.hub != Hub() and all(is_local(s.path) and not is_saved(s.path) for s in sources):
+    if any(source.weight != 1 for source in test_sources):
+        raise UserError("weight would have no effect on eval_source; remove it")
+    if cfg.hub != Hub() and all(s.hub is not None or is_local(s.path) and not Path(s.path).is_dir() for s in [*sources, *test_sources]):
         raise UserError("hub.* is set but every source is a local file, so it would have no effect; remove it")
     if cfg.eval_fraction is not None and not 0 <= cfg.eval_fraction < 1:
         raise UserError(f"eval_fraction {cfg.eval_fraction} must be at least 0 and below 1")
     if cfg.eval_source is not None and cfg.eval_fraction is not None:
         raise UserError("eval_fraction would have no effect beside eval_source; give one of them")
-    if cfg.near_duplicates is not None and not 0.5 <= cfg.near_duplicates <= 1:
-        raise UserError(f"near_duplicates {cfg.near_duplicates} must be between 0.5 and 1, or null")
+    if cfg.near_duplicates is not None and not 0.7 <= cfg.near_duplicates <= 1:
+        raise UserError(f"near_duplicates {cfg.near_duplicates} must be between 0.7 and 1, or null")
     if cfg.max_prompt_length < 1 or cfg.max_response_length < 2:
         raise UserError("max_prompt_length must be at least 1, max_response_length at least 2 (a token and eos)")
     if cfg.workers is not None and cfg.workers < 1:
@@ -904,37 +973,63 @@ def check_config(cfg: DataConfig) -> tuple[list[Source], list[Source]]:
             raise UserError(f"{option} is for preference pairs and would have no effect on {cfg.kind}")
     if cfg.long_response == "truncate" and cfg.kind == "prompts":
         raise UserError("long_response is for answers and would have no effect on prompts")
+    if cfg.columns.choice_a is not None and cfg.columns.choice is None:
+        raise UserError("columns.choice_a would have no effect without columns.choice, answer_a and answer_b; name them too")
+    if cfg.coverage is not None and not (0 < cfg.coverage.min_similarity <= 1):
+        raise UserError(f"coverage.min_similarity {cfg.coverage.min_similarity} must be above 0 and at most 1")
+    if cfg.coverage is not None and not is_local(cfg.coverage.prompts):
+        raise UserError(f"coverage.prompts {cfg.coverage.prompts} does not exist; give a file of real prompts")
+    if cfg.filter is not None and not Path(cfg.filter.reward_model).is_dir():
+        raise UserError(f"filter.reward_model {cfg.filter.reward_model} is not a folder; train_reward.py writes one under final/")
     if cfg.refresh and cfg.overwrite:
         raise UserError("refresh keeps the earlier output and overwrite replaces it; give one of them")
     return sources, test_sources
+
+
+def check_refresh(output: Path, cfg: DataConfig) -> None:
+    """What would put a prompt on both sides of the split, or leave rows in that should go, is refused."""
+    if cfg.exclude is not None:
+        raise UserError("exclude cannot take rows out of an earlier output; prepare it anew with --overwrite true")
+    file = output / "config.yaml"
+    before = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if before.get("prompt_suffix", cfg.prompt_suffix) != cfg.prompt_suffix:
+        raise UserError(f"{file}: the earlier output has prompt_suffix {before['prompt_suffix']!r}, so its prompts would come again; refresh with the same")
+    if before.get("eval_source") is not None and cfg.eval_source is None:
+        raise UserError(f"{file}: the earlier output has an eval_source, to which no other rows should come; refresh with the same")
+
+
+def all_sources(output: Path, cfg: DataConfig) -> DataConfig:
+    """The configuration with the earlier output's sources too, for a folder that was refreshed."""
+    file = output / "config.yaml"
+    before = yaml.safe_load(file.read_text(encoding="utf-8"))["source"] if file.is_file() else []
+    before, now = (value if isinstance(value, list) else [value] for value in (before, to_dict(cfg)["source"]))
+    return replace(cfg, source=[*before, *(source for source in now if source not in before)])
 
 
 def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, folder: Path) -> tuple[Work, Iterator[Chunk]]:
     """A source's chunks, and what its first good row says of its shape."""
     chunks = read_source(source.path, source.hub or cfg.hub)
     seen: list[Chunk] = []
-    shape = None
-    for chunk in chunks:
+    some: list[tuple[str, dict]] = []
+    while len(some) < 100 and len(seen) < 10 and (chunk := next(chunks, None)) is not None:
         seen.append(chunk)
-        good = next(((place, row) for place, row in chunk.rows() if isinstance(row, dict)), None)
-        if good:
-            try:
-                shape = detect_shape(good[1], cfg.columns, kind)
-                unused = [name for name, value in to_dict(cfg.columns).items() if value is not None and name not in USES[shape.name]]
-                if unused:
-                    raise UserError(f"columns.{unused[0]} would have no effect on {shape.name}; remove it, or set --kind")
-            except UserError as error:
-                raise UserError(f"{good[0]}: {error}") from None
-            print(show(f"{source.path}: {shape.kind}, {shape.name} (from {good[0]})"), flush=True)
-            break
-        if len(seen) == 10:
-            break
+        some += islice(((place, row) for place, row in chunk.rows() if isinstance(row, dict)), 100)
     chunks = chain(seen, chunks)
-    shape = shape or Shape(kind or "prompts", "prompts")  # no row can be read, and each says why
+    if some:
+        place, shape = detect_source(some, cfg.columns, kind)
+        unused = [key for key, value in to_dict(cfg.columns).items() if value is not None and key not in USES[shape.name]]
+        unused += ["pairs"] if cfg.pairs and shape not in PAIRED else []
+        unused += ["long_response"] if cfg.long_response != "filter" and shape.kind == "prompts" else []
+        if unused:
+            option = unused[0] if unused[0] in ("pairs", "long_response") else f"columns.{unused[0]}"
+            raise UserError(f"{place}: {option} would have no effect on {shape.kind}, {shape.name}; remove it, or set --kind")
+        print(show(f"{source.path}: {shape.kind}, {shape.name} (from {place})"), flush=True)
+    else:
+        shape = Shape(kind or "prompts", "no rows")  # every row is broken and says why
     columns = cfg.columns
     if shape.kind == "preference" and shape.name in GROUPED:
         chunks, columns = group_rows(chunks, shape, columns, folder), Columns()
-    name = source.path if is_local(source.path) else f"{source.path}[{(source.hub or cfg.hub).split or 'train'}]"
+    name = source.path if is_local(source.path) else hub_label(source.path, source.hub or cfg.hub)
     return Work(cfg, shape, columns, name, role, source.weight), chunks
 
 
@@ -944,7 +1039,7 @@ def run_chunks(tasks: Iterator[tuple[Chunk, Work]], folder: Path, workers: int, 
     head = list(islice(numbered, 2))
     pool = None
     if workers > 1 and len(head) > 1:  # one chunk is not worth a pool
-        pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=start_worker, initargs=start)
+        pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=start_worker, initargs=(*start, os.getpid()))
     else:
         start_worker(*start)
     waiting: deque = deque()
@@ -973,7 +1068,9 @@ def prepare(cfg: DataConfig) -> dict:
 
     started = time.time()
     sources, test_sources = check_config(cfg)
-    output = Path(cfg.output_dir)
+    output = Path(cfg.output_dir).resolve()
+    if Path.cwd().is_relative_to(output):
+        raise UserError(f"output_dir {cfg.output_dir} holds the current folder, and is replaced as a whole; choose a folder inside it")
     restore_folder(output)
     earlier = cfg.refresh and output.exists() and any(output.iterdir())
     if not earlier:
@@ -981,9 +1078,28 @@ def prepare(cfg: DataConfig) -> dict:
     kind = folder_kind(cfg.output_dir) if earlier else cfg.kind
     if earlier and cfg.kind not in (None, kind):
         raise UserError(f"output_dir {output} holds {kind}, so {cfg.kind} cannot be added; choose another folder")
+    if earlier:
+        check_refresh(output, cfg)
     tokenizer = load_tokenizer(cfg.tokenizer)
     excluded = read_excluded([cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or [])
-    folder = workshop(cfg, [*sources, *test_sources])
+    folder = workshop(cfg, output, [*sources, *test_sources], tokenizer, excluded)
+    try:
+        return prepare_in(folder, cfg, output, sources, test_sources, tokenizer, excluded, kind, earlier, started)
+    except UserError:
+        if not (folder / "new").exists():  # else all rows are read, and what is finished is worth keeping
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        _locks.pop().close()
+
+
+def prepare_in(
+    folder: Path, cfg: DataConfig, output: Path, sources: list[Source], test_sources: list[Source], tokenizer, excluded: set[str],
+    kind: str | None, earlier: bool, started: float,
+) -> dict:
+    """The run itself, with `folder` for what is not finished."""
+    import pyarrow.parquet
+
     old_files = {split: sorted(output.glob(f"{split}-*.parquet")) if earlier else [] for split in ("train", "test")}
     tally = Tally(cfg, folder / "dropped.jsonl")
 
@@ -993,18 +1109,23 @@ def prepare(cfg: DataConfig) -> dict:
         for split, file in ((split, file) for split in old_files for file in old_files[split]):
             for chunk in read_file(str(file)):
                 yield chunk, Work(cfg, Shape(kind, "earlier output"), Columns(), split, "old")
-        first_source = chunks_of(sources[0], "new", cfg, kind, folder)  # it decides the kind
-        kind = first_source[0].shape.kind
+        opened: dict[int, tuple[Work, Iterator[Chunk]]] = {}
+        for source in sources:  # the first one with rows decides the kind
+            opened[id(source)] = chunks_of(source, "new", cfg, kind, folder)
+            if opened[id(source)][0].shape.name != "no rows":
+                kind = opened[id(source)][0].shape.kind
+                break
+        kind = kind or "prompts"
         if cfg.filter is not None and kind != "preference":
             raise UserError(f"filter is for preference pairs and would have no effect on {kind}")
         for role, source in [*(("test", s) for s in test_sources), *(("new", s) for s in sources)]:
-            work, chunks = first_source if source is sources[0] else chunks_of(source, role, cfg, kind, folder)
+            work, chunks = opened.pop(id(source), None) or chunks_of(source, role, cfg, kind, folder)
             tally.sources[work.source] = {"shape": work.shape.name, "rows": 0, "kept": 0}
             for chunk in chunks:
                 yield chunk, work
 
     workers = cfg.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    parts = sum(1 if is_saved(s.path) else max(1, len(source_files(s.path))) for s in [*sources, *test_sources])
+    parts = sum(max(1, len(local_files(s, cfg.hub))) if is_local(s.path) and not is_saved(s.path) else 1 for s in [*sources, *test_sources])
     files, stats = [], []
     for file, chunk in run_chunks(tasks(), folder / "chunks", workers, (tokenizer, excluded), parts):
         tally.add_chunk(chunk)
@@ -1037,14 +1158,16 @@ def prepare(cfg: DataConfig) -> dict:
     if earlier:
         before = json.loads((output / "report.json").read_text(encoding="utf-8")) if (output / "report.json").is_file() else {}
         report["added"] = {"rows": rows_out, "files": new_files, "already_there": tally.dropped["already_there"]}
-        report["rows_out"] = {split: n + before.get("rows_out", {}).get(split, 0) for split, n in rows_out.items()}
+        report["rows_out"] = {split: sum(pyarrow.parquet.read_metadata(f).num_rows for f in new.glob(f"{split}-*.parquet")) for split in rows_out}
         report["earlier"] = [*before.pop("earlier", []), before]
     if cfg.coverage is not None:
         report["coverage"] = measure_coverage(cfg, new)
     shown = first_rows(new, new_files, 5)
     write_text(new / "report.html", report_page(report, tally.histograms, shown, kind, tokenizer))
     write_json(new / "report.json", report)
-    record_run(new, cfg, started)
+    record_run(new, all_sources(output, cfg) if earlier else cfg, started)
+    if earlier:
+        keep_files(output, new)
     replace_folder(new, output)
     shutil.rmtree(folder)
 
@@ -1057,8 +1180,8 @@ def prepare(cfg: DataConfig) -> dict:
         print(show(f"  dropped {n} {reason}, e.g. {tally.examples[reason][0]['place']}: {tally.examples[reason][0]['detail']}"))
     for part, n in tally.shortened.items():
         print(f"  shortened {n} {part}; the whole text is kept in the metadata")
-    if not report["rows_out"]["test"]:
-        print("  the test split is empty; a higher eval_fraction or an eval_source fills it")
+    for split in (split for split, n in report["rows_out"].items() if not n):
+        print(f"  the {split} split is empty" + ("; a higher eval_fraction or an eval_source fills it" if split == "test" else ""))
     if "coverage" in report:
         print(f"  {report['coverage']['share']:.1%} of {report['coverage']['prompts']} real prompts have a close train prompt; see coverage.jsonl")
     print(f"wrote {output}", flush=True)

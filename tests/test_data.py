@@ -141,8 +141,13 @@ def test_cut_answers_hold_whole_characters_and_fit(tmp_path, tiny, text):
             continue
         ids = encode_response(tokenizer, row["response"])
         assert len(ids) <= limit and text.startswith(row["response"]) and "\ufffd" not in row["response"]
-        longer = text[: len(row["response"]) + 1].strip()
-        assert len(encode_response(tokenizer, longer)) > limit or longer == row["response"] or longer == text.strip()
+        assert len(encode_response(tokenizer, text[: len(row["response"]) + 1])) > limit or row["response"] == text
+
+
+def test_a_shortened_response_must_have_had_the_right_number_of_logprobs(tmp_path, tiny):
+    rows = [{"prompt": f"q{n}", "response": "a" * 20, "reward": 1, "logprobs": [-1.0] * n} for n in (2, 19, 20, 21, 500)]
+    report, kept = run(tmp_path, rows, tiny, max_response_length=6, long_response="truncate")
+    assert texts(kept) == {"q20", "q21"} and all(len(r["logprobs"]) == 5 for r in kept) and report["dropped"] == {"logprobs_length": 3}
 
 
 def test_logprobs_are_cut_with_their_response_and_their_number_is_checked(tmp_path, tiny):
@@ -254,6 +259,7 @@ def test_d17_json_in_any_form(tmp_path):
     contents = {
         "array.json": json.dumps(ROWS), "array.jsonl": "\ufeff" + json.dumps(ROWS, indent=2, ensure_ascii=False), "lines.json": "\ufeff" + lines, "crlf.jsonl": lines.replace("}\n", "}\r\n") + "\r\n\r\n",
         "object.json": json.dumps({"version": 2, "data": ROWS}, indent=1), "spaced.json": " \n" + json.dumps(ROWS) + "\n ",
+        "minified.json": json.dumps({"version": 2, "data": ROWS}),
     }
     for name, text in contents.items():
         data = text.encode()
@@ -280,6 +286,34 @@ def test_d17_a_long_array_is_read_in_pieces(tmp_path):
     big = [{"prompt": "y" * 3_000_000}, 7, "text", None, {"prompt": "z"}]
     (tmp_path / "big.json").write_text(json.dumps(big))
     assert rows_of(tmp_path / "big.json") == big
+
+
+def test_of_two_equal_names_none_is_lost_silently(tmp_path):
+    (tmp_path / "twice.jsonl").write_text('{"chosen": "A", "chosen": "B"}\n{"a": {"b": 1, "b": 2}}\n{"c": 1}')
+    rows = rows_of(tmp_path / "twice.jsonl")
+    assert [r.detail for r in rows[:2]] == ["the key 'chosen' stands twice", "the key 'b' stands twice"] and rows[2] == {"c": 1}
+    table = pa.table([pa.array(["x"]), pa.array(["y"])], names=["prompt", "prompt"])
+    with pa.OSFile(str(tmp_path / "twice.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(UserError, match="two columns have the name 'prompt'"):
+        rows_of(tmp_path / "twice.arrow")
+
+
+def test_folders_with_splits_hidden_and_other_files(tmp_path, capsys):
+    for name in ("train-0.jsonl", "test-0.jsonl", "notes.txt", ".git/x.jsonl"):
+        (tmp_path / "f" / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / "f" / name, [{"prompt": name}])
+    assert rows_of(tmp_path / "f") == [{"prompt": "train-0.jsonl"}] and "2 files are not read, such as" in capsys.readouterr().out
+    assert rows_of(tmp_path / "f", Hub(split="test")) == [{"prompt": "test-0.jsonl"}]
+    for name in ("train/a.jsonl", "train/b.jsonl", "test/a.jsonl"):
+        (tmp_path / "g" / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / "g" / name, [{"prompt": name}])
+    assert [r["prompt"] for r in rows_of(tmp_path / "g")] == ["train/a.jsonl", "train/b.jsonl"]
+    (tmp_path / "dir.jsonl").mkdir()
+    write(tmp_path / "h.jsonl", [{"prompt": "h"}])
+    assert rows_of(tmp_path / "*.jsonl") == [{"prompt": "h"}]
+    with pytest.raises(UserError, match="neither a file here nor"):
+        rows_of("x" * 300)
 
 
 def test_csv_and_tsv(tmp_path):
@@ -342,7 +376,7 @@ def test_hub_names_with_split_and_revision(tmp_path, tiny, monkeypatch, streamin
     report, train = run(tmp_path, [], tiny, source="org/set", hub=hub, eval_source=Source("org/set", hub=Hub(split="dev", streaming=streaming)), eval_fraction=None)
     assert set(asked) == {("org/set", "main", "sub", "train", "v1", streaming), ("org/set", None, None, "dev", None, streaming)}
     assert report["rows_out"] == {"train": 25, "test": 10} and report["dropped"] == {"prompt_in_test": 5}
-    assert list(report["sources"]) == ["org/set[dev]", "org/set[train]"] and {r["source"] for r in train} == {"org/set[train]"}
+    assert list(report["sources"]) == ["org/set[dev]", "org/set:main:sub:v1[train]"] and {r["source"] for r in train} == {"org/set:main:sub:v1[train]"}
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: (_ for _ in ()).throw(ValueError("no such set\nmore")))
     with pytest.raises(UserError, match=r"source org/set: neither a file here nor a readable hub dataset \(no such set\)"):
         run(tmp_path, [], tiny, source="org/set")
@@ -451,6 +485,37 @@ def test_near_duplicates_in_every_field(tmp_path, tiny, change, near):
     assert report["dropped"] == {}
 
 
+def twins(n, share):
+    """Pairs of texts whose three-word runs have about the Jaccard similarity `share`: the second goes on in other words."""
+    rng = random.Random(n)
+    vocabulary = [f"w{a}{b}" for a in "abcdefgh" for b in "ijklmnopqrstuvwxyz"]
+    out = []
+    for _ in range(n):
+        words = rng.choices(vocabulary, k=82)
+        cut = round(80 * 2 * share / (1 + share))  # runs that both have, of 80 each
+        out.append((" ".join(words), " ".join([*words[: cut + 2], *rng.choices(vocabulary, k=80 - cut)])))
+    return out
+
+
+@pytest.mark.parametrize("threshold", [0.7, 0.8, 0.9])
+def test_near_duplicates_are_found_above_the_threshold_and_not_below(tmp_path, tiny, threshold):
+    """The similarity is an estimate, so 6 points from the threshold most are told apart; at 12 points nearly all are."""
+    for share, least, most in [(threshold + 0.06, 0.75, 1), (threshold - 0.06, 0, 0.15), (threshold - 0.12, 0, 0.02), (1.0, 1, 1)]:
+        texts = zip(twins(100, share), twins(101, share)[1:])
+        rows = [{"prompt": p, "response": r, "reward": 1} for prompts, responses in texts for p, r in zip(prompts, responses)]
+        report, _ = run(tmp_path, rows, tiny, near_duplicates=threshold, max_prompt_length=999, max_response_length=999)
+        assert least <= (report["dropped"].get("near_duplicate", 0) + report["dropped"].get("duplicate", 0)) / 100 <= most, share
+
+
+def test_every_train_prompt_is_compared_with_several_test_prompts(tmp_path, tiny):
+    """Near to the second test prompt of a family, though not to the first."""
+    words = [row["prompt"].split()[0] for row in pairs(80)]
+    prompts = [" ".join(words), " ".join(words[:-8] + words[:8]), " ".join(words[:-8] + words[:9])]
+    official = write(tmp_path / "official.jsonl", [{"prompt": p} for p in prompts[:2]])
+    report, train = run(tmp_path, [{"prompt": prompts[2]}, {"prompt": "other"}], tiny, eval_source=official, eval_fraction=None, near_duplicates=0.9, max_prompt_length=999)
+    assert texts(train) == {"other"} and report["dropped"] == {"near_test_prompt": 1}
+
+
 def test_the_same_prompt_with_other_answers_is_no_near_duplicate(tmp_path, tiny):
     rows = [{"prompt": LONG, "chosen": f"{a} thing", "rejected": f"{b} thing"} for a, b in [("red", "blue"), ("red", "green"), ("green", "blue")]]
     report, kept = run(tmp_path, rows, tiny)
@@ -539,6 +604,13 @@ def test_d23_an_official_test_set_stays_whole_and_leaves_the_train_set(tmp_path,
         run(tmp_path, rows, tiny, eval_source=official, eval_fraction=0.1)
 
 
+def test_d23_the_encoding_of_accents_makes_no_other_prompt(tmp_path, tiny):
+    official = write(tmp_path / "official.jsonl", [{"prompt": "caf\u00e9", "ground_truth": "1,000"}])
+    report, train = run(tmp_path, [{"prompt": "cafe\u0301"}, {"prompt": "b", "ground_truth": "1000"}, {"prompt": "b ", "ground_truth": "1,000"}], tiny, eval_source=official, eval_fraction=None)
+    assert report["dropped"] == {"prompt_in_test": 1, "near_duplicate": 1} or report["dropped"] == {"prompt_in_test": 1}
+    assert not {"cafe\u0301"} & texts(train)
+
+
 # --- sources, weights, columns, exclusion
 
 
@@ -553,6 +625,14 @@ def test_weights_and_several_sources(tmp_path, tiny):
     assert len({r["id"] for r in test}) == len(test)  # weights are about training
     again, _ = run(tmp_path, [], tiny, source=[Source(a, 2.5), Source(b, 0.25)], eval_fraction=0.2)
     assert again == report and load(tmp_path / "out", "train") == train
+    # a row that is left out by its weight takes no equal row of another source with it
+    report, train = run(tmp_path, [], tiny, source=[Source(a, 0), Source(write(tmp_path / "c.jsonl", pairs(400, 1)), 1)], eval_fraction=0.0)
+    assert len(train) == 400 and report["dropped"] == {"left_out_by_weight": 400}
+    for weight in (-1, 1e9, float("inf"), float("nan")):
+        with pytest.raises(UserError, match="weight"):
+            run(tmp_path, [], tiny, source=Source(a, weight))
+    report, _ = run(tmp_path, [], tiny, source=[write(tmp_path / "none.jsonl", [""]), a])  # an empty file says nothing of the kind
+    assert report["kind"] == "preference" and report["rows_in"] == 400
     other = write(tmp_path / "prompts.jsonl", [{"prompt": "q"}])
     with pytest.raises(UserError, match="prompts.jsonl:1: .*make no preference"):
         run(tmp_path, [], tiny, source=[a, other])
@@ -619,6 +699,33 @@ def test_refresh_adds_only_what_is_new_and_moves_nothing(tmp_path, tiny):
         run(tmp_path, [], tiny, source=first, refresh=True, overwrite=False, kind="prompts")
 
 
+def test_refresh_refuses_what_would_mix_the_splits_and_keeps_other_files(tmp_path, tiny):
+    rows = pairs(40)
+    official = write(tmp_path / "official.jsonl", pairs(6, start=4))
+    source = write(tmp_path / "raw.jsonl", [*rows[:30], "broken"])
+    run(tmp_path, [], tiny, source=source, eval_source=official, eval_fraction=None, prompt_suffix="!")
+    (tmp_path / "out" / "NOTES.txt").write_text("mine")
+    again = dict(source=source, refresh=True, overwrite=False, eval_fraction=None)
+    with pytest.raises(UserError, match="has prompt_suffix '!'"):
+        run(tmp_path, [], tiny, **again, eval_source=official)
+    with pytest.raises(UserError, match="has an eval_source"):
+        run(tmp_path, [], tiny, **again, prompt_suffix="!")
+    with pytest.raises(UserError, match="exclude cannot take rows out"):
+        run(tmp_path, [], tiny, **again, prompt_suffix="!", eval_source=official, exclude=official)
+    more = write(tmp_path / "more.jsonl", [*rows[20:], "broken too"])
+    report, train = run(tmp_path, [], tiny, **again | {"source": more}, prompt_suffix="!", eval_source=official)
+    assert (tmp_path / "out" / "NOTES.txt").read_text() == "mine" and [d["reason"] for d in drops(tmp_path / "out") if d["reason"] == "broken_row"] == ["broken_row"] * 2
+    assert report["rows_out"] == {"train": 40, "test": 6} and report["added"]["rows"] == {"train": 10, "test": 0} and len(train) == 40
+    import yaml
+
+    assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["source"] == [source, more]
+    # a new test row that is near to an earlier train prompt stays out, whatever its answers
+    run(tmp_path, [r | {"prompt": f"{LONG} {r['prompt']}"} for r in rows[:6]], tiny)
+    near = write(tmp_path / "near.jsonl", [r | {"prompt": f"{LONG} {q['prompt']} now"} for q, r in zip(rows, rows[10:16])] + [rows[30]])
+    report, _ = run(tmp_path, [], tiny, source=str(tmp_path / "raw.jsonl"), refresh=True, overwrite=False, eval_source=near, eval_fraction=None, near_duplicates=0.8)
+    assert texts(load(tmp_path / "out", "test")) == {rows[30]["prompt"]} and report["dropped"]["prompt_in_train"] == 6
+
+
 def test_refresh_of_nothing_starts(tmp_path, tiny):
     report, rows = run(tmp_path, pairs(3), tiny, refresh=True, overwrite=False)
     assert len(rows) == 3 and "added" not in report
@@ -683,11 +790,57 @@ def test_chunks_of_a_killed_run_are_used_again_only_if_nothing_changed(tmp_path,
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, [], tiny, source=raw, workers=1, **changes)
         assert len(made) == expected, changes
+    (tmp_path / "exclude.jsonl").write_text(json.dumps({"id": "0" * 16}))
+    for expected in (3, 0):
+        made.clear()
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, [], tiny, source=raw, workers=1, exclude=str(tmp_path / "exclude.jsonl"))
+        assert len(made) == expected
+    (tmp_path / "exclude.jsonl").write_text(json.dumps({"id": "1" * 16}))  # as a PPO run goes on writing to it
+    made.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, [], tiny, source=raw, workers=1, exclude=str(tmp_path / "exclude.jsonl"))
+    assert len(made) == 3
     write(tmp_path / "raw.jsonl", pairs(1500))
     made.clear()
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, [], tiny, source=raw, workers=1, max_prompt_length=100)
     assert len(made) == 2
+
+
+def test_workers_end_with_a_run_that_is_killed_and_two_runs_do_not_mix(tmp_path, tiny):
+    raw = write(tmp_path / "raw.jsonl", pairs(40_000))
+    command = [sys.executable, "prepare_data.py", "--source", raw, "--tokenizer", tiny, "--output_dir", str(tmp_path / "out"), "--workers", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while len(list(tmp_path.glob(".out.partial/chunks/*.arrow"))) < 3 and process.poll() is None:
+        time.sleep(0.02)
+    workers = [int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()]
+    with pytest.raises(UserError, match="another run is preparing"):
+        run(tmp_path, [], tiny, source=raw, eval_fraction=None)
+    process.kill()
+    process.wait()
+    deadline = time.time() + 10
+    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] for pid in workers) and time.time() < deadline:
+        time.sleep(0.1)
+    assert len(workers) == 2 and time.time() < deadline
+    assert run(tmp_path, [], tiny, source=raw, eval_fraction=None)[0]["rows_in"] == 40_000
+
+
+def test_odd_places_for_the_output(tmp_path, tiny, monkeypatch):
+    raw = write(tmp_path / "raw.jsonl", pairs(4))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for place in (str(tmp_path / "link"), "a/b/c/", "../here/a/b/d"):
+        for overwrite in (False, True):
+            prepare(DataConfig(source=raw, tokenizer=tiny, output_dir=place, overwrite=overwrite, eval_fraction=0.0))
+    assert (tmp_path / "link").is_symlink() and all(len(load(folder, "train")) == 4 for folder in (tmp_path / "real", "a/b/c", "a/b/d"))
+    for place in (".", "..", "/"):
+        with pytest.raises(UserError, match="holds the current folder"):
+            prepare(DataConfig(source=raw, tokenizer=tiny, output_dir=place))
+    with pytest.raises(UserError, match="lies in output_dir"):
+        prepare(DataConfig(source=str(next((tmp_path / "real").glob("train*"))), tokenizer=tiny, output_dir=str(tmp_path / "real"), overwrite=True))
 
 
 def test_a_run_that_was_killed_while_replacing_is_restored(tmp_path, tiny):
@@ -728,7 +881,7 @@ def test_output_is_what_datasets_pandas_and_a_second_run_expect(tmp_path, tiny):
     with pytest.raises(UserError, match="is not empty"):
         run(tmp_path, rows, tiny, overwrite=False)
     report, _ = run(tmp_path, [], tiny, source=str(tmp_path / "out"), output_dir=str(tmp_path / "again"))  # its own output is a source
-    assert report["rows_in"] == 20 and report["dropped"] == {}
+    assert report["rows_in"] == loaded["train"].num_rows and report["dropped"] == {}  # the train split of a folder that has splits
 
 
 def test_pandas_reads_the_output(tmp_path, tiny):
@@ -742,6 +895,8 @@ def test_report_page_and_the_numbers_in_it(tmp_path, tiny):
     rows = [{"prompt": f"q{i} <b>", "chosen": "much longer & better", "rejected": "no"} for i in range(6)] + [{"prompt": "r", "chosen": "a", "rejected": "longer"}]
     report, _ = run(tmp_path, [*rows, {"prompt": "x", "chosen": "a", "rejected": "a"}], tiny, near_duplicates=None)
     assert report["longer_answer_chosen"] == round(6 / 7, 4)
+    even = run(tmp_path, [{"prompt": f"q{i}", "chosen": "ab", "rejected": "cd"} for i in range(3)], tiny, output_dir=str(tmp_path / "even"), near_duplicates=None)[0]
+    assert even["longer_answer_chosen"] == 0.5  # no preference for length
     assert report["tokens"]["chosen"] == {"p0": 2, "p50": 21, "p90": 21, "p99": 21, "p100": 21}
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "equal_answers" in page and "<svg" in page and "&lt;b&gt;" in page and "<b>" not in page and "<mark>much longer &amp; better" in page
@@ -799,7 +954,7 @@ def test_folders_of_the_wrong_kind_are_refused(tmp_path, tiny):
         ({"eval_fraction": 1.0}, "eval_fraction"), ({"near_duplicates": 0.2}, "near_duplicates"), ({"workers": 0}, "workers"), ({"max_response_length": 1}, "max_response_length"),
         ({"kind": "prompts", "long_response": "truncate"}, "no effect on prompts"), ({"kind": "prompts", "pairs": "all"}, "no effect on prompts"), ({"refresh": True}, "refresh keeps"),
         ({"source": '[{"pth": "x"}]'}, "is not valid"), ({"source": Source("raw.jsonl", -1)}, "weight"), ({"hub": Hub(name="main")}, "hub.* is set"), ({"source": []}, "source is empty"),
-        ({"columns": Columns(reward="rejected")}, "columns.reward would have no effect on chosen and rejected"), ({"columns": Columns(prompt="ask")}, "no column 'ask'"),
+        ({"columns": Columns(reward="rejected")}, "columns.reward would have no effect on preference, chosen and rejected"), ({"columns": Columns(prompt="ask")}, "no column 'ask'"),
         ({"source": ".", "output_dir": "out"}, "lies inside the source"),
     ],
 )
@@ -857,7 +1012,7 @@ def test_random_damage_never_gives_a_traceback_a_loss_or_a_literal_none(tmp_path
     (tmp_path / "raw.jsonl").write_bytes(b"\n".join(lines))
     report, rows = run(tmp_path, [], tiny, source=str(tmp_path / "raw.jsonl"), eval_fraction=0.1)
     everything = rows + load(tmp_path / "out", "test")
-    assert report["rows_in"] == report["candidates"] == sum(bool(line.strip()) for line in lines) == len(everything) + sum(report["dropped"].values())
+    assert report["rows_in"] == sum(bool(line.strip()) for line in lines) and report["candidates"] == len(everything) + sum(report["dropped"].values())
     assert len(drops(tmp_path / "out")) == sum(report["dropped"].values()) and everything
     for row in everything:
         for part in [m["content"] for m in row["prompt"]] + [row.get(name) or "" for name in ("chosen", "rejected", "response", "ground_truth", "reference")]:

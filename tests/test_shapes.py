@@ -8,7 +8,7 @@ import json
 import pytest
 
 from utils.config import UserError
-from utils.shapes import Columns, Shape, boxed, convert, detect_shape, hh_text, parse_hh
+from utils.shapes import Columns, Shape, boxed, convert, detect_shape, detect_source, hh_text, parse_hh
 from utils.sources import BadRow, TextRow
 
 
@@ -105,6 +105,8 @@ def test_d05_answers_that_are_equal_apart_from_white_space(rejected):
         ({"prompt": "   ", "chosen": "a", "rejected": "b"}, "empty_prompt"),
         ({"prompt": None, "chosen": "a", "rejected": "b"}, "empty_prompt"),
         ({"prompt": [], "chosen": "a", "rejected": "b"}, "empty_prompt"),
+        ({"prompt": "\u200b", "chosen": "a", "rejected": "b"}, "empty_prompt"),
+        ({"prompt": [{"role": "system", "content": "s"}], "chosen": "a", "rejected": "b"}, "empty_prompt"),
         ({"prompt": "q", "chosen": "a"}, "missing_column"),
         ({"prompt": [{"role": "user", "content": None}], "chosen": "a", "rejected": "b"}, "wrong_type"),
         ({"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}, "wrong_type"),
@@ -185,7 +187,8 @@ SHAPES = {
         {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "A"}, "rejected": {"from": "gpt", "value": "B"}}, ["q"], ["A"], ["B"],
     ),
     "two turns": ({"prompt": [user("q"), assistant("r"), user("s")], "chosen": "A", "rejected": "B"}, [[user("q"), assistant("r"), user("s")]], ["A"], ["B"]),
-    "content parts": ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]}], "chosen": "A", "rejected": "B"}, ["qr"], ["A"], ["B"]),
+    "content parts": ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]}], "chosen": "A", "rejected": "B"}, [[{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]}]], ["A"], ["B"]),
+    "named messages": ({"prompt": [user("q") | {"name": "Ann"}], "chosen": [assistant("A") | {"weight": 1}], "rejected": "B"}, [[user("q") | {"name": "Ann"}]], [[assistant("A") | {"weight": 1}]], ["B"]),
     "alpaca": ({"instruction": "Translate.", "input": "Hund", "chosen": "dog", "rejected": "cat"}, ["Translate.\n\nHund"], ["dog"], ["cat"]),
     "repeated prompt": ({"prompt": "What is it?", "chosen": "What is it?  A", "rejected": "What is it?\nB"}, ["What is it?"], ["What is it?  A"], ["What is it?\nB"]),
     "hh prompt": ({"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": " A", "rejected": " B"}, ["\n\nHuman: q\n\nAssistant:"], [" A"], [" B"]),
@@ -254,6 +257,7 @@ def test_margins():
         ({"prompt": "q", "responses": ["A", "B"], "scores": [1]}, "wrong_type"),
         ({"prompt": "q", "responses": ["A", "B"], "scores": [1, None]}, "wrong_type"),
         ({"prompt": "q", "responses": ["A", None], "scores": [1, 2]}, "empty_response"),
+        ({"prompt": "q", "chosen": "A", "rejected": "B", "margin": -2}, "negative_margin"),
         ({"prompt": "q", "responses": ["A", 3], "scores": [1, 2]}, "wrong_type"),
     ],
 )
@@ -261,6 +265,17 @@ def test_choices_and_ratings_that_say_nothing(row, why):
     with pytest.raises(BadRow) as caught:
         make(row)
     assert caught.value.reason == why
+
+
+def test_one_bad_answer_costs_only_its_own_pairs():
+    row = {"prompt": "q", "responses": ["A", "", "C", "D"], "scores": [4, 3, 2, None]}
+    outs = make(row, pairs="all")
+    assert [(o["chosen"], o["rejected"]) for o in outs if isinstance(o, dict)] == [("A", "C")]
+    assert [o.reason for o in outs if isinstance(o, BadRow)] == ["empty_response", "wrong_type"]
+    best = make({"prompt": "q", "responses": ["same", "same", "other"], "scores": [5, 1, 3]})
+    assert [(o["chosen"], o["rejected"], o["margin"]) for o in best] == [("same", "other", 2.0)]
+    equal = make({"prompt": "q", "responses": ["x", "x", "y"], "scores": [3, 2, 1]}, pairs="all")
+    assert [o.reason if isinstance(o, BadRow) else (o["chosen"], o["rejected"]) for o in equal] == ["equal_answers", ("x", "y"), ("x", "y")]
 
 
 def test_the_chosen_answer_is_the_better_one_in_every_layout():
@@ -273,10 +288,43 @@ def test_the_chosen_answer_is_the_better_one_in_every_layout():
     mapped = dict(prompt="q", answer_a="left", answer_b="right", choice="winner")
     for value, better in (("A", "x"), ("option_b", "y")):
         assert one({"q": "q", "left": "x", "right": "y", "winner": value}, **mapped)["chosen"] == better
-    for value, better in ((1, "x"), (2, "y")):
-        assert one({"q": "q", "left": "x", "right": "y", "winner": value}, **mapped, choice_a="1")["chosen"] == better
+    for value, better in ((1, "x"), (2, "y"), (1.0, "x"), ("2.0", "y")):  # tables write 1.0 for 1
+        assert one({"q": "q", "left": "x", "right": "y", "winner": value}, **mapped, choice_a="1", choice_b=2)["chosen"] == better
+    for value in (0, -1, "skip", None, ""):
+        with pytest.raises(BadRow) as caught:
+            one({"q": "q", "left": "x", "right": "y", "winner": value}, **mapped, choice_a="1", choice_b=2)
+        assert caught.value.reason == "tie"
+    with pytest.raises(UserError, match="choice_a and columns.choice_b belong together"):
+        one({"q": "q", "left": "x", "right": "y", "winner": 1}, **mapped, choice_a=1)
     with pytest.raises(BadRow, match="columns.choice_a"):
         one({"q": "q", "left": "x", "right": "y", "winner": 1}, **mapped)
+
+
+def test_what_belongs_to_a_prompt_is_part_of_it():
+    dolly = one({"instruction": "Who?", "context": "Ann sings.", "response": "Ann", "reward": 1.0})
+    assert dolly["prompt"] == [user("Who?\n\nAnn sings.")]
+    chat = one({"instruction": "c", "input": "", "history": [["a", "b"]], "chosen": "A", "rejected": "B"})
+    assert chat["prompt"] == [user("a"), assistant("b"), user("c")]
+    system = {"role": "system", "content": "s"}
+    assert one({"system": "s", "prompt": [system, user("q")], "chosen": "A", "rejected": "B"})["prompt"] == [system, user("q")]
+    whole = {"prompt": "q ", "chosen": [system, user("q"), assistant("A")], "rejected": [system, user("q"), assistant("B")]}
+    assert pair(one(whole)) == ([system, user("q")], "A", "B")  # the conversation knows more than the column
+    hh = {"prompt": "What is it?", "chosen": "\n\nHuman: What is it?\n\nAssistant: A", "rejected": "\n\nHuman: What is it?\n\nAssistant: B"}
+    assert pair(one(hh)) == ([user("What is it?")], "A", "B")
+    assert reason(hh | {"prompt": "Another?"}) == "different_prompts"
+    assert one({"prompt": [{"role": "User", "content": "q"}], "chosen": [{"role": "Assistant", "content": "A"}], "rejected": "B"})["prompt"] == [user("q")]
+    assert one({"input": "q", "chosen": "A", "rejected": "B"})["prompt"] == [user("q")]
+
+
+def test_a_source_is_judged_by_more_than_its_first_row():
+    good, poor = {"prompt": "q", "chosen": "A", "rejected": "B"}, {"prompt": "q", "chosen": "A"}
+    assert detect_source([("f:1", poor), ("f:2", good)], Columns()) == ("f:2", Shape("preference", "chosen and rejected"))
+    kto = [("f:1", {"prompt": "q", "completion": "a", "label": None}), ("f:2", {"prompt": "q", "completion": "a", "label": True})]
+    assert detect_source(kto, Columns())[1] == Shape("preference", "thumbs")
+    for row in (poor, {"prompt": "q", "response_a": "x", "response_b": "y", "winner_model_a": 1}, {"prompt": "q", "completion": "a", "label": "good"}):
+        with pytest.raises(UserError, match="f:1: the columns .* look like answers.*--kind prompts"):
+            detect_source([("f:1", row)], Columns())
+        assert detect_source([("f:1", row)], Columns(), "prompts")[1].kind == "prompts"
 
 
 def test_summaries():
@@ -309,6 +357,10 @@ def test_prompts():
     (out,) = make(gsm, suffix=" Think.")
     assert out["prompt"] == [user("2+2? Think.")] and out["ground_truth"] == "1,004" and out["reference"] == gsm["answer"]
     assert reason({"question": "2+2?", "answer": "no idea\n#### "}, Shape("prompts", "prompts")) == "empty_ground_truth"
+    markdown = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a\n#### Summary\nDone."}]}
+    assert one(markdown)["ground_truth"] is None and one({"prompt": "q", "reference": "#### Title\ntext"})["ground_truth"] is None
+    twice = one({"messages": [user("q"), assistant("a"), assistant("b")]})
+    assert twice["reference"] == "a\n\nb" and twice["prompt"] == [user("q")]
     math = one({"problem": "x?", "solution": r"So $\boxed{1}$ or $\boxed{\frac{1}{2}}$.", "level": "5"})
     assert (math["ground_truth"], math["reference"]) == (r"\frac{1}{2}", r"So $\boxed{1}$ or $\boxed{\frac{1}{2}}$.")
     assert one({"problem": "x?", "solution": "long", "answer": "7"})["ground_truth"] == "7"
@@ -336,6 +388,8 @@ def test_trajectories():
     assert reason(row | {"reward": None}, shape) == "no_reward"
     for change in ({"reward": "1"}, {"reward": True}, {"reward": float("nan")}, {"reward": float("-inf")}, {"logprobs": "x"}, {"logprobs": [-1, None]}, {"logprobs": [-1, float("nan")]}):
         assert reason(row | change, shape) == "wrong_type", change
+    assert one(row | {"response": " r\n"})["response"] == " r\n"  # its log-probabilities are those of these tokens
+    assert reason({"prompt": "q", "completion": "r", "label": 3}, Shape("trajectories", "thumbs")) == "wrong_type"
     thumbs = {"prompt": "q", "completion": "r", "label": False}
     assert one(thumbs, "trajectories")["reward"] == 0.0 and one(thumbs | {"label": True}, "trajectories")["reward"] == 1.0
 

@@ -60,6 +60,8 @@ class Batches:
         self, data: str | list[str], split: str, kinds: tuple[str, ...], batch_size: int, collate: Callable[[list[dict]], object] = list, *,
         seed: int = 0, shuffle: bool = True, buffer_rows: int = 20_000, prefetch: int = 4, rank: int = 0, world: int = 1, limit: int | None = None,
     ):
+        if batch_size < 1 or world < 1 or not 0 <= rank < world or limit is not None and limit < 1:
+            raise UserError(f"batch_size {batch_size}, rank {rank} of {world}, limit {limit}: sizes must be at least 1, and rank below world")
         paths = [data] if isinstance(data, str) else data
         files = [file for path in paths for file in ([path] if Path(path).is_file() else split_files(path, split, kinds))]
         self.blocks, self.rows = [], 0

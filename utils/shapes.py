@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -34,8 +35,10 @@ class Columns:
     """the other one"""
     choice: str | None = None
     """which of the two answers is better"""
-    choice_a: str | None = None
-    """the value of `choice` that means answer_a"""
+    choice_a: str | int | None = None
+    """the value of `choice` that means answer_a, where it is not a, A, model_a or the like"""
+    choice_b: str | int | None = None
+    """the value that means answer_b; rows with any other are ties"""
     answers: str | None = None
     """a list of answers, as texts or as objects with a score"""
     scores: str | None = None
@@ -62,7 +65,7 @@ class Shape(NamedTuple):
 
 
 USUAL = {
-    "prompt": ("prompt", "question", "instruction", "problem", "history", "query", "messages", "conversations", "turns", "context"),
+    "prompt": ("prompt", "question", "instruction", "problem", "history", "query", "messages", "conversations", "turns", "context", "input"),
     "system": ("system", "system_prompt"),
     "answers": ("responses", "completions", "answers", "summaries"),
     "scores": ("scores", "ratings"),
@@ -82,7 +85,7 @@ CHOICES = (
 )
 USES = {  # columns that a shape looks at
     "chosen and rejected": ("prompt", "system", "chosen", "rejected", "margin"),
-    "two answers and a choice": ("prompt", "system", "answer_a", "answer_b", "choice", "choice_a"),
+    "two answers and a choice": ("prompt", "system", "answer_a", "answer_b", "choice", "choice_a", "choice_b"),
     "two summaries and a choice": ("answers",),
     "rated answers": ("prompt", "system", "answers", "scores"),
     "rated rows": ("prompt", "system", "response", "reward"),
@@ -91,9 +94,10 @@ USES = {  # columns that a shape looks at
     "prompts": ("prompt", "system", "response", "ground_truth", "reference"),
 }
 GROUPED = ("rated rows", "thumbs")  # one answer a row; for pairs the rows of a prompt are brought together
+ANSWER_COLUMNS = {"chosen", "rejected", "responses", "completions", "response_a", "response_b", "response_0", "response_1", "response_2", "winner", "label"}
 SCORE_KEYS = ("score", "overall_score", "rating", "reward")
 TEXT_KEYS = ("response", "text", "content", "answer", "completion")
-ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 HH_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 
@@ -115,7 +119,7 @@ def find(row: dict, columns: Columns, name: str) -> str | None:
     return next((c for c in USUAL.get(name, (name,)) if c in row), None)
 
 
-FIELDS = [name for name in Columns.__dataclass_fields__ if name != "choice_a"]
+FIELDS = [name for name in Columns.__dataclass_fields__ if name not in ("choice_a", "choice_b")]
 
 
 @lru_cache(1024)
@@ -135,8 +139,28 @@ def find_choice(row: dict, columns: Columns) -> tuple[str, str, str, str] | None
         mapped = [find(row, columns, name) for name in ("answer_a", "answer_b", "choice")]
         if None in mapped:
             raise UserError("columns.answer_a, columns.answer_b and columns.choice belong together; name all three")
+        if (columns.choice_a is None) != (columns.choice_b is None):
+            raise UserError("columns.choice_a and columns.choice_b belong together; name both")
         return (*mapped, "mapped" if columns.choice_a is not None else "name")
     return next((layout for layout in CHOICES if all(c in row for c in layout[:3])), None)
+
+
+RANK = ["preference", "trajectories", "prompts"]
+
+
+def detect_source(rows: list[tuple[str, dict]], columns: Columns, kind: str | None = None) -> tuple[str, Shape]:
+    """(place, shape) of a source by some of its rows: the first row can lack what the others have. Raises UserError."""
+    best, first_error = None, None
+    for place, row in rows:
+        try:
+            shape = detect_shape(row, columns, kind)
+            if best is None or RANK.index(shape.kind) < RANK.index(best[1].kind):
+                best = place, shape
+        except UserError as error:
+            first_error = first_error or UserError(f"{place}: {error}")
+    if first_error is not None and (best is None or best[1].kind == "prompts" and kind is None):
+        raise first_error
+    return best
 
 
 def detect_shape(row, columns: Columns, kind: str | None = None) -> Shape:
@@ -162,6 +186,11 @@ def detect_shape(row, columns: Columns, kind: str | None = None) -> Shape:
         shapes += logged + thumbs if "reward" in row or columns.reward else thumbs + logged
     if has["prompt"]:
         shapes.append(Shape("prompts", "prompts"))
+    if kind is None and shapes and shapes[0].kind == "prompts" and (answers := sorted(ANSWER_COLUMNS & set(row))):
+        raise UserError(
+            f"the columns {', '.join(answers)} look like answers, but the row makes neither a pair nor a trajectory; "
+            "name its columns with --columns.*, or say --kind prompts to use the prompt alone"
+        )
     fitting = [shape for shape in shapes if kind in (None, shape.kind)]
     if not fitting:
         what = f"make no {kind}" if shapes else "are none that stage 1 knows"
@@ -195,7 +224,7 @@ def as_text(value, name: str) -> str:
 def as_number(value, name: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
         raise BadRow("wrong_type", f"{name}: expected a number, found {found(value)}")
     if not abs(value) < 1e300:
         raise BadRow("wrong_type", f"{name}: expected a finite number, found {found(value)}")
@@ -300,20 +329,36 @@ def read_prompt(row: dict, name: dict) -> list[dict]:
     if column == "turns" and isinstance(value, list) and value and isinstance(value[0], (str, bytes)):
         value = value[0]  # MT-Bench: the later turns need the model's answers; they stay in the metadata
     prompt = as_messages(value, column or "prompt")
-    if column == "instruction" and row.get("input"):
-        prompt[-1]["content"] += "\n\n" + as_text(row["input"], "input")
-    if name["system"] and row[name["system"]]:
-        prompt.insert(0, {"role": "system", "content": as_text(row[name["system"]], name["system"])})
+    for more in ("input", "context") if column == "instruction" else ():
+        if row.get(more):
+            prompt[-1]["content"] += "\n\n" + as_text(row[more], more)
+    if column in ("instruction", "question", "prompt") and isinstance(row.get("history"), list):
+        earlier = [turn for pair in row["history"] if isinstance(pair, list) and len(pair) == 2 for turn in pair]
+        if len(earlier) != 2 * len(row["history"]):
+            raise BadRow("wrong_type", "history: expected a list of [question, answer] pairs")
+        prompt = [{"role": ("user", "assistant")[i % 2], "content": as_text(turn, "history")} for i, turn in enumerate(earlier)] + prompt
+    system = row[name["system"]] if name["system"] else None
+    if system and prompt[:1] != [{"role": "system", "content": system}]:
+        prompt.insert(0, {"role": "system", "content": as_text(system, name["system"])})
     return prompt
 
 
 def read_pair(row: dict, name: dict, chosen: str, rejected: str) -> dict:
     """Two answers in the columns `chosen` and `rejected`, which may be whole conversations or repeat the prompt."""
     good, bad, column = row[chosen], row[rejected], name["prompt"]
-    if column is None or column in ("messages", "conversations", "turns") and is_conversation(good) and is_conversation(bad):
+    if column is None or is_conversation(good) and is_conversation(bad):
         prompt, good, bad = conversation_pair(good, bad, (chosen, rejected))
-        exact = all(not isinstance(row[c], str) or row[c] == hh_text([*prompt, {"role": "assistant", "content": a}]) for c, a in ((chosen, good), (rejected, bad)))
-        return {"prompt": prompt, "chosen": good, "rejected": bad, "raw": {} if exact else {"chosen": row[chosen], "rejected": row[rejected]}}
+        if column not in (None, "messages", "conversations", "turns"):  # the prompt stands in a column too, perhaps without its first turns
+            stated = read_prompt(row, name)
+            if not stated or not prompt or stated[-1]["content"].strip() != prompt[-1]["content"].strip():
+                raise BadRow("different_prompts", f"{column} is not what {chosen} and {rejected} answer")
+        raw = {}
+        for key, value, answer in (("chosen", row[chosen], good), ("rejected", row[rejected], bad)):
+            if isinstance(value, str) and value != hh_text([*prompt, {"role": "assistant", "content": answer}]) or more_than_messages(value):
+                raw[key] = value
+        if column is not None and row[column] != prompt and not (len(prompt) == 1 and row[column] == prompt[0]["content"]):
+            raw["prompt"] = row[column]
+        return {"prompt": prompt, "chosen": good, "rejected": bad, "raw": raw}
     prompt, raw = read_prompt(row, name), {}
     if prompt[-1:] and prompt[-1]["role"] == "assistant" and column in ("messages", "conversations"):
         prompt = prompt[:-1]  # the chosen answer once more
@@ -323,20 +368,30 @@ def read_pair(row: dict, name: dict, chosen: str, rejected: str) -> dict:
     if isinstance(text, str) and len(text.split()) > 2 and all(a.startswith(text) and re.match(r"\s", a[len(text) :]) for a in (good, bad)):
         raw = {"chosen": good, "rejected": bad}
         good, bad = good[len(text) :], bad[len(text) :]
+    for key, value in (("chosen", row[chosen]), ("rejected", row[rejected])):
+        raw |= {key: value} if more_than_messages(value) else {}
     return {"prompt": prompt, "chosen": good, "rejected": bad, "raw": raw}
 
 
-def choice_of(value, how: str, column: str, choice_a: str | None) -> bool:
+def more_than_messages(value) -> bool:
+    """Whether messages say more than role and text: a name, a weight, content in parts."""
+    messages = value if isinstance(value, list) else [value] if isinstance(value, dict) else []
+    return any(isinstance(m, dict) and (len(m) > 2 or not isinstance(m.get("content", m.get("value")), str)) for m in messages)
+
+
+def choice_of(value, how: str, column: str, columns: Columns) -> bool:
     """Whether the first answer is the better one. Raises BadRow for ties."""
     text = str(value).strip().lower()
     if value is None or text in ("", "tie", "both", "neither", "same", "equal") or text.startswith("tie"):
         raise BadRow("tie", f"{column}: {found(value)}")
     if how == "mapped":
-        return text == str(choice_a).strip().lower()
+        if same_value(value, columns.choice_a) == same_value(value, columns.choice_b):
+            raise BadRow("tie", f"{column}: {found(value)} is neither choice_a nor choice_b")
+        return same_value(value, columns.choice_a)
     if how == "name":
         last = re.split(r"[\s_-]", text)[-1]
         if last not in ("a", "b"):
-            raise BadRow("wrong_type", f"{column}: expected a, b or tie, found {found(value)}; --columns.choice_a names the value for the first answer")
+            raise BadRow("wrong_type", f"{column}: expected a, b or tie, found {found(value)}; --columns.choice_a and choice_b name the values")
         return last == "a"
     number = as_number(value, column)
     if how == "sign":
@@ -348,8 +403,17 @@ def choice_of(value, how: str, column: str, choice_a: str | None) -> bool:
     return number == (0 if how == "index" else 1)
 
 
-def rated_answers(row: dict, name: dict, prompt: list[dict]) -> list[tuple[str, float, dict]]:
-    """(answer, score, what else its object says) of each rated answer; a rank counts downwards."""
+def same_value(a, b) -> bool:
+    """Equal as numbers where both are some (1 and 1.0, which tables write for 1), else as text."""
+    a, b = (str(x).strip().lower() for x in (a, b))
+    try:
+        return float(a) == float(b)
+    except ValueError:
+        return a == b
+
+
+def rated_answers(row: dict, name: dict, prompt: list[dict]) -> tuple[list[tuple[str, float, dict]], list[BadRow]]:
+    """(answer, score, what else its object says) of each rated answer, and those that cannot be used; a rank counts downwards."""
     column = name["answers"]
     values = row[column]
     if not isinstance(values, list):
@@ -358,24 +422,30 @@ def rated_answers(row: dict, name: dict, prompt: list[dict]) -> list[tuple[str, 
     if scores is not None and (not isinstance(scores, list) or len(scores) != len(values)):
         n = len(scores) if isinstance(scores, list) else found(scores)
         raise BadRow("wrong_type", f"{name['scores']}: expected {len(values)} scores, one for each answer, found {n}")
-    rated = []
+    rated, unusable = [], []
     for i, value in enumerate(values):
         score, place, rest = scores[i] if scores is not None else None, f"{column}[{i}]", {}
-        if isinstance(value, dict) and scores is None:
-            key = next((k for k in SCORE_KEYS if k in value), None)
-            score = value[key] if key else None
-            if key is None and value.get("rank") is not None:
-                score = -as_number(value["rank"], f"{place}.rank")
-            text_key = next((k for k in TEXT_KEYS if k in value), None)
-            if text_key is None:
-                raise BadRow("wrong_type", f"{place}: expected an answer under {', '.join(TEXT_KEYS)}, found {sorted(map(str, value))}")
-            rest = {k: v for k, v in value.items() if k != text_key}
-            value = value[text_key]
-        number = as_number(score, f"score of {place}")
-        if number is None:
-            raise BadRow("wrong_type", f"{place}: expected a score, found null")
-        rated.append((as_answer(value, place, prompt), number, rest))
-    return rated
+        try:
+            if isinstance(value, dict) and scores is None:
+                key = next((k for k in SCORE_KEYS if k in value), None)
+                score = value[key] if key else None
+                if key is None and value.get("rank") is not None:
+                    score = -as_number(value["rank"], f"{place}.rank")
+                text_key = next((k for k in TEXT_KEYS if k in value), None)
+                if text_key is None:
+                    raise BadRow("wrong_type", f"{place}: expected an answer under {', '.join(TEXT_KEYS)}, found {sorted(map(str, value))}")
+                rest = {k: v for k, v in value.items() if k != text_key}
+                value = value[text_key]
+            number = as_number(score, f"score of {place}")
+            if number is None:
+                raise BadRow("wrong_type", f"{place}: expected a score, found null")
+            answer = as_answer(value, place, prompt)
+            if is_blank(answer):
+                raise BadRow("empty_response", f"{place} is empty")
+            rated.append((answer, number, rest))
+        except BadRow as bad:
+            unusable.append(bad)
+    return rated, unusable
 
 
 def pairs_from_scores(rated: list[tuple[str, float, dict]], mode: str) -> list[dict]:
@@ -384,10 +454,10 @@ def pairs_from_scores(rated: list[tuple[str, float, dict]], mode: str) -> list[d
     pairs = [(a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :] if a[1] > b[1]]
     if not pairs:
         raise BadRow("tie" if len(rated) > 1 else "no_counterpart", f"{len(rated)} answers, no two with different scores")
-    if mode == "best_worst":
-        pairs = [(ordered[0], ordered[-1])]
+    if mode == "best_worst":  # texts can be equal though their scores are not
+        pairs = [max((p for p in pairs if p[0][0].strip() != p[1][0].strip()), key=lambda p: p[0][1] - p[1][1], default=pairs[0])]
     more = [{"metadata": {"chosen": a[2], "rejected": b[2]}} if a[2] or b[2] else {} for a, b in pairs]
-    return [{"chosen": a[0], "rejected": b[0], "margin": round(a[1] - b[1], 9), **m} for (a, b), m in zip(pairs, more)]
+    return [{"chosen": a[0], "rejected": b[0], "margin": float(f"{a[1] - b[1]:.9g}"), **m} for (a, b), m in zip(pairs, more)]
 
 
 def boxed(text: str) -> str | None:
@@ -403,7 +473,7 @@ def boxed(text: str) -> str | None:
 
 def read_prompts_row(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
     """A prompt with its right answer and its written answer, as far as they are known."""
-    prompt, used = read_prompt(row, name), set()
+    prompt, used = merge_turns(read_prompt(row, name)), set()
     written = None
     while prompt and prompt[-1]["role"] == "assistant":  # a finished dialogue: its last answer is no prompt
         written = prompt.pop()["content"]
@@ -422,9 +492,9 @@ def read_prompts_row(row: dict, name: dict, columns: Columns, pairs: str) -> tup
     elif answer and isinstance(row[answer], str) and out["reference"] is None:
         out["reference"] = row[answer]
         used.add(answer)
-    if out["ground_truth"] is None and isinstance(out["reference"], str):
-        if "####" in out["reference"]:  # GSM8K
-            out["ground_truth"] = out["reference"].rsplit("####", 1)[1].strip()
+    if out["ground_truth"] is None and isinstance(out["reference"], str) and written is None:
+        if last := re.search(r"^#### ?([^\n]*)\Z", out["reference"].rstrip(), re.MULTILINE):  # GSM8K
+            out["ground_truth"] = last[1].strip()
             if not out["ground_truth"]:
                 raise BadRow("empty_ground_truth", "nothing stands after ####")
         elif name["prompt"] == "problem":
@@ -481,7 +551,10 @@ def read_labelled(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[
     for key in ("chosen", "rejected"):
         if name[key] is None:
             raise BadRow("missing_column", f"no column {key!r}; the row has {sorted(map(str, row))}")
-    margin = as_number(row[name["margin"]], name["margin"]) if name["margin"] else None
+    margin = row[name["margin"]] if name["margin"] else None
+    margin = None if margin != margin else as_number(margin, name["margin"])  # tables write NaN for null
+    if margin is not None and margin < 0:
+        raise BadRow("negative_margin", f"{name['margin']} {margin}: the rejected answer would be the better one")
     return [read_pair(row, name, name["chosen"], name["rejected"]) | {"margin": margin}], {name["chosen"], name["rejected"], name["margin"]}
 
 
@@ -491,7 +564,7 @@ def read_choice(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[li
     if layout is None:
         raise BadRow("missing_column", f"the row has {sorted(map(str, row))}, not two answers and a choice")
     first, second, choice, how = layout
-    chosen, rejected = (first, second) if choice_of(row[choice], how, choice, columns.choice_a) else (second, first)
+    chosen, rejected = (first, second) if choice_of(row[choice], how, choice, columns) else (second, first)
     margin = abs(as_number(row[choice], choice)) if how == "sign" else None
     return [read_pair(row, name, chosen, rejected) | {"margin": margin}], {first, second}
 
@@ -502,7 +575,7 @@ def read_summaries(row: dict, name: dict, columns: Columns, pairs: str) -> tuple
     if not isinstance(info, dict) or not isinstance(summaries, list) or len(summaries) != 2:
         raise BadRow("wrong_type", "expected info and two summaries")
     texts = [as_text(s.get("text") if isinstance(s, dict) else s, f"{name['answers']}[{i}].text") for i, s in enumerate(summaries)]
-    better = 0 if choice_of(row.get("choice"), "index", "choice", None) else 1
+    better = 0 if choice_of(row.get("choice"), "index", "choice", columns) else 1
     return [{"prompt": [{"role": "user", "content": summary_prompt(info)}], "chosen": texts[better], "rejected": texts[1 - better], "margin": None}], set()
 
 
@@ -511,14 +584,17 @@ def read_rated(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[lis
     if name["answers"] is None:
         raise BadRow("missing_column", f"no list of answers; the row has {sorted(map(str, row))}")
     prompt = read_prompt(row, name)
-    made = pairs_from_scores(rated_answers(row, name, prompt), pairs)
-    return [{"prompt": [dict(m) for m in prompt], **pair} for pair in made], {name["answers"]}
+    rated, unusable = rated_answers(row, name, prompt)
+    if len(rated) < 2 and unusable:
+        raise unusable[0]
+    made = [{"prompt": [dict(m) for m in prompt], **pair} for pair in pairs_from_scores(rated, pairs)]
+    return [*made, *unusable], {name["answers"]} if pairs == "all" else set()  # answers between the best and the worst stay in the metadata
 
 
 def read_thumbs(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
     """As rated answers, but up and down have no distance."""
     rows, used = read_rated(row, name, columns, pairs)
-    return [pair | {"margin": None} for pair in rows], used
+    return [pair if isinstance(pair, BadRow) else pair | {"margin": None} for pair in rows], used
 
 
 def read_logged(row: dict, name: dict, columns: Columns, pairs: str, score: str = "reward") -> tuple[list[dict], set]:
@@ -528,6 +604,8 @@ def read_logged(row: dict, name: dict, columns: Columns, pairs: str, score: str 
     column = name[score] or score
     value = row.get(column)
     up = thumb(value) if score == "label" else None
+    if score == "label" and value is not None and up is None:
+        raise BadRow("wrong_type", f"{column}: expected thumbs, true or false, found {found(value)}")
     out["reward"] = as_number(value, column) if up is None else float(up)
     if out["reward"] is None:
         raise BadRow("no_reward", f"{column} is null or missing")
@@ -544,6 +622,7 @@ def read_logged_thumb(row: dict, name: dict, columns: Columns, pairs: str) -> tu
     return read_logged(row, name, columns, pairs, "label")
 
 
+PAIRED = [Shape("preference", name) for name in ("rated answers", "rated rows", "thumbs")]  # where several pairs can be made of a prompt
 READERS = {
     Shape("preference", "chosen and rejected"): read_labelled,
     Shape("preference", "two answers and a choice"): read_choice,
@@ -557,8 +636,8 @@ READERS = {
 }
 
 
-def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = "best_worst") -> list[dict]:
-    """One raw row -> rows with the columns of the kind, without id and source. Raises BadRow.
+def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = "best_worst") -> list["dict | BadRow"]:
+    """One raw row -> rows with the columns of the kind, without id and source. Raises BadRow, or has it in the place of one of several.
 
     Texts stay as they are, besides white space around an answer. Whatever cannot be put together again from the new row
     (that white space, a repeated prompt, turns that were joined) is kept under `_raw` in the metadata.
@@ -573,7 +652,16 @@ def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = 
     used = used | {name["prompt"], name["system"]} if name["prompt"] not in (None, "turns") else used
     rest = {str(k): v for k, v in row.items() if k not in used}
     raw_prompt = row[name["prompt"]] if name["prompt"] else None
-    return [finish(out, shape.kind, rest | out.pop("metadata", {}), raw_prompt, suffix) for out in rows]
+    return [out if isinstance(out, BadRow) else try_finish(out, shape.kind, dict(rest), raw_prompt, suffix, alone=len(rows) == 1) for out in rows]
+
+
+def try_finish(out: dict, kind: str, rest: dict, raw_prompt, suffix: str, alone: bool) -> "dict | BadRow":
+    try:
+        return finish(out, kind, rest | out.pop("metadata", {}), raw_prompt, suffix)
+    except BadRow as bad:
+        if alone:
+            raise
+        return bad
 
 
 def summary_prompt(info: dict) -> str:
@@ -586,6 +674,11 @@ def summary_prompt(info: dict) -> str:
 
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]")  # not tab, line ends, or what joins letters and emoji
 ANSWERS = {"preference": ("chosen", "rejected"), "trajectories": ("response",), "prompts": ()}
+
+
+def is_blank(text: str) -> bool:
+    """Nothing to see: white space, or characters without a form of their own such as U+200B."""
+    return not any(c.isprintable() and not c.isspace() for c in text)
 
 
 def merge_turns(messages: list[dict]) -> list[dict]:
@@ -603,20 +696,22 @@ def finish(out: dict, kind: str, rest: dict, raw_prompt, suffix: str) -> dict:
     """The checks that all shapes share, and the metadata."""
     raw = out.pop("raw", None) or {}
     prompt = merge_turns(out["prompt"])
-    if len(prompt) != len(out["prompt"]) and not raw:
-        raw["prompt"] = out["prompt"]
+    if (len(prompt) != len(out["prompt"]) or more_than_messages(raw_prompt)) and "prompt" not in raw:
+        raw["prompt"] = raw_prompt if isinstance(raw_prompt, list) else out["prompt"]
     if isinstance(raw_prompt, str) and "prompt" not in raw and prompt[-1:] and raw_prompt != prompt[-1]["content"] and is_dialogue(raw_prompt):
         canonical = raw_prompt == hh_text(out["prompt"]) + "\n\nAssistant:"
         raw |= {"prompt_format": "hh"} if canonical else {"prompt": raw_prompt}
-    if not prompt or not prompt[-1]["content"].strip():
-        raise BadRow("empty_prompt", "the prompt's last turn is empty")
+    if not prompt or is_blank(prompt[-1]["content"]) or prompt[-1]["role"] == "system":
+        raise BadRow("empty_prompt", "the prompt's last turn is empty, or there is only a system turn")
     if prompt[-1]["role"] == "assistant" and kind != "prompts":
         raise BadRow("no_final_answer", "the prompt ends with an assistant turn, so the answer has no question")
     out["prompt"] = prompt
     for name in ANSWERS[kind]:
         text = out[name]
-        if not text.strip():
+        if is_blank(text):
             raise BadRow("empty_response", f"{name} is empty")
+        if kind == "trajectories":  # its tokens were counted with their white space
+            continue
         out[name] = text.strip()
         if out[name] != text and name not in raw:
             raw[name] = text
@@ -629,13 +724,15 @@ def finish(out: dict, kind: str, rest: dict, raw_prompt, suffix: str) -> dict:
             raise BadRow("control_characters", f"U+{ord(control.group()):04X} near {text[max(0, control.start() - 20) : control.start()]!r}")
     if suffix:
         prompt[-1]["content"] += suffix
+    if raw and "_raw" in rest:
+        rest["_raw_column"] = rest.pop("_raw")
     rest |= {"_raw": raw} if raw else {}
     out["metadata"] = to_json(rest) if rest else None
     try:
         for text in [*texts, out["metadata"] or ""]:
             text.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadRow("broken_text", "a lone surrogate, half of a character, stands in the text") from None
+        raise BadRow("broken_text", "half of a character (a lone surrogate), or bytes that are not UTF-8, stand in the text") from None
     return out
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +13,14 @@ from pathlib import Path
 import numpy as np
 
 WORD = re.compile("[\u2e80-\u9fff\uac00-\ud7af]|[^\\W\u2e80-\u9fff\uac00-\ud7af]+")  # one CJK character, or a run of letters and digits
-MINIMA = 64
+MINIMA = 128
 A, B = np.random.default_rng(7).integers(1, 2**32, (2, MINIMA), dtype=np.uint32) | np.uint32(1)
 MIX = np.random.default_rng(8).integers(1, 2**63, MINIMA + 1, dtype=np.uint64) | np.uint64(1)
+
+
+def plain(text: str) -> str:
+    """Case, and the several ways to write an accented letter, aside."""
+    return (text if text.isascii() else unicodedata.normalize("NFC", text)).casefold()
 
 
 def hash64(*texts: str) -> int:
@@ -27,14 +33,14 @@ def word_hash(word: str) -> int:
 
 
 def signatures(texts: list[str]) -> np.ndarray:
-    """MinHash (Broder 1997) of each text's three-word runs, case and punctuation aside: (N, 64) uint32.
+    """MinHash (Broder 1997) of each text's three-word runs, case and punctuation aside: (N, MINIMA) uint32.
 
     The share of equal places in two signatures estimates the Jaccard similarity of the two sets of runs.
     """
     words: list[int] = []
     starts, n = [], 0
     for text in texts:
-        mine = [word_hash(w) for w in WORD.findall(text.casefold())] or [word_hash(text.strip())]
+        mine = [word_hash(w) for w in WORD.findall(plain(text))] or [word_hash(text.strip())]
         mine += [0] * (3 - len(mine))  # at least one run
         starts.append(n)
         words += mine
@@ -53,6 +59,16 @@ def signatures(texts: list[str]) -> np.ndarray:
     return minima
 
 
+def bands(threshold: float, fields: int) -> list[np.ndarray]:
+    """Places of the signature that are compared at once, so many that two texts at the threshold in each of `fields` fields
+    agree in all places of at least one band with a probability of 0.98 or more (Leskovec et al., Mining of Massive Datasets, 3.4)."""
+    for width in range(16, 0, -1):
+        count = MINIMA // width
+        if 1 - (1 - threshold ** (width * fields)) ** count >= 0.98:
+            break
+    return [np.arange(b * width, (b + 1) * width) for b in range(count)]
+
+
 def one_byte(minima: np.ndarray) -> np.ndarray:
     """Signatures for storing: a byte of each minimum is enough to compare by."""
     return (minima * A[0] >> np.uint32(24)).astype(np.uint8)
@@ -68,7 +84,7 @@ def combine(values: np.ndarray, seed: np.ndarray) -> np.ndarray:
 
 
 def similarity(sketch: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Estimated Jaccard similarity by field: (..., F, 64) uint8 twice -> (..., F). One byte in 256 is equal by chance."""
+    """Estimated Jaccard similarity by field: (..., F, MINIMA) uint8 twice -> (..., F). One byte in 256 is equal by chance."""
     return ((sketch == other).mean(-1) - 1 / 256) / (1 - 1 / 256)
 
 
@@ -117,7 +133,7 @@ def word_counts(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(text, word hash, count) of each different word of each text."""
     rows, words, counts = [], [], []
     for i, text in enumerate(texts):
-        for word, count in Counter(WORD.findall(text.casefold())).items():
+        for word, count in Counter(WORD.findall(plain(text))).items():
             rows.append(i)
             words.append(word_hash(word))
             counts.append(count)

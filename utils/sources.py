@@ -9,6 +9,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import sys
 import zlib
@@ -64,7 +65,7 @@ class Chunk:
         else:
             try:
                 rows = self.data.to_pylist()
-            except UnicodeDecodeError:  # Arrow does not look into its texts
+            except Exception:  # Arrow does not look into its texts and times before
                 rows = [one_row(self.data.slice(i, 1)) for i in range(self.data.num_rows)]
             for number, row in enumerate(rows, self.first):
                 yield f"{self.file}:{number}", row
@@ -75,6 +76,8 @@ def one_row(table) -> "dict | BadRow":
         return table.to_pylist()[0]
     except UnicodeDecodeError as error:
         return BadRow("broken_row", f"not UTF-8 at byte {error.start + 1} of a text")
+    except Exception as error:
+        return BadRow("broken_row", first_line(error))
 
 
 @dataclass(frozen=True)
@@ -93,29 +96,55 @@ class Hub:
     """read while downloading and keep nothing on disk, for sets larger than the disk"""
 
 
+def hub_label(name: str, hub: Hub) -> str:
+    """How rows of a hub set are named: set, place in it, split."""
+    return ":".join(x for x in (name, hub.name, hub.data_dir, hub.revision) if x) + f"[{hub.split or 'train'}]"
+
+
 def is_local(source: str) -> bool:
-    return Path(source).exists() or bool(glob.glob(source, recursive=True))
+    return os.path.exists(source) or bool(glob.glob(source, recursive=True))
 
 
 def is_saved(source: str) -> bool:
     """A folder that `datasets` wrote with save_to_disk."""
-    return any((Path(source) / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return any(os.path.isfile(f"{source}/{name}") for name in ("dataset_dict.json", "state.json"))
 
 
-def source_files(source: str) -> list[str]:
-    """Local files of a file, folder or glob; empty for a hub name. Raises UserError when there can be none."""
+SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")
+
+
+def source_files(source: str, split: str | None = None) -> list[str]:
+    """Local files of a file, folder or glob; empty for a hub name and a folder that `datasets` saved. Raises UserError when there can be none.
+
+    In a folder whose files are named by split (train-00000.parquet, test.jsonl, train/a.jsonl) only those of `split` count (default: train).
+    """
     path = Path(source)
-    if path.is_dir():
-        files = sorted(str(f) for f in path.rglob("*") if f.name.endswith(SUFFIXES) and f.name not in SIDECARS and not f.name.startswith("."))
-        if not files and not is_saved(source):
-            raise UserError(f"source folder {source} has no {', '.join(SUFFIXES)} files")
-        return files
-    files = [source] if path.is_file() else sorted(glob.glob(source, recursive=True))
+    if is_saved(source):
+        return []
+    if os.path.isfile(source):  # which, unlike pathlib, takes names that no file can have
+        files = [source]
+    elif os.path.isdir(source):
+        files = sorted(str(f) for f in path.rglob("*") if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts))
+    else:
+        files = sorted(f for f in glob.glob(source, recursive=True) if Path(f).is_file())
+    if not files and not os.path.isdir(source) and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.endswith(SUFFIXES)):
+        raise UserError(f"source {source[:200]} does not exist, and no file matches it")
+    if len(files) > 1 or os.path.isdir(source):
+        kept = [f for f in files if f.endswith(SUFFIXES) and Path(f).name not in SIDECARS]
+        skipped = [f for f in files if f not in kept and not f.endswith((".html", ".yaml", ".md")) and Path(f).name not in SIDECARS]
+        if os.path.isdir(source):
+            names = {f: SPLIT_NAME.match(part.lower()) for f in kept for part in reversed(Path(f).relative_to(path).parts) if SPLIT_NAME.match(part.lower())}
+            if len({match[1] for match in names.values()}) > 1:
+                files, kept = kept, [f for f in kept if f in names and names[f][1] == (split or "train")]
+                skipped += [f for f in files if f not in kept]
+        if not kept:
+            raise UserError(f"source folder {source} has no {', '.join(SUFFIXES)} files" + (f" of the split {split or 'train'}" if skipped else ""))
+        if skipped:
+            print(f"{source}: {len(skipped)} files are not read, such as {skipped[0]}", flush=True)
+        files = kept
     for file in files:
         if not file.endswith(SUFFIXES):
             raise UserError(f"{file}: unknown file type; known are {', '.join(SUFFIXES)}")
-    if not files and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.endswith(SUFFIXES)):
-        raise UserError(f"source {source} does not exist, and no file matches it")
     return files
 
 
@@ -124,7 +153,7 @@ def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
     if is_saved(source):
         yield from read_saved(source, hub)
         return
-    files = source_files(source)
+    files = source_files(source, hub.split)
     for file in files:
         yield from read_file(file)
     if not files:
@@ -133,6 +162,8 @@ def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
 
 def read_file(file: str) -> Iterator[Chunk]:
     """Chunks of one local file."""
+    if not file.lower().endswith(SUFFIXES):
+        raise UserError(f"{file}: unknown file type; known are {', '.join(SUFFIXES)}")
     if file.endswith((".parquet", *ARROW_TYPES)):
         yield from read_arrow(file)
     elif file.endswith(HDF5_TYPES):
@@ -167,6 +198,7 @@ def read_text(file: str) -> Iterator[Chunk]:
 
 
 def unpacked(file: str, raw) -> io.BufferedReader:
+    """A stream of the file's text bytes; `raw` itself where nothing is packed."""
     if file.endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
     if file.endswith(".zst"):
@@ -207,11 +239,21 @@ def line_chunks(file: str, stream, whole_allowed: bool) -> Iterator[Chunk]:
         if number == 1:
             lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
             first = next((line.strip() for line in lines if line.strip()), b"")
-            if whole_allowed and first.startswith(b"{") and isinstance(next(parse_line("", 1, first))[1], BadRow):
+            alone = whole_allowed and first.startswith(b"{") and not stream.peek(1) and sum(bool(line.strip()) for line in lines) == 1
+            if alone or whole_allowed and first.startswith(b"{") and isinstance(next(parse_line("", 1, first))[1], BadRow):
                 yield from object_chunks(file, b"".join(lines) + stream.read())
                 return
         yield Chunk(file, number, lines)
         number += len(lines)
+
+
+def unique_keys(pairs: list[tuple]) -> dict:
+    """An object; of two equal keys one would be lost."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice")
+    return row
 
 
 def parse_line(file: str, number: int, line: bytes) -> Iterator[tuple[str, object]]:
@@ -219,7 +261,7 @@ def parse_line(file: str, number: int, line: bytes) -> Iterator[tuple[str, objec
     try:
         text = line.decode("utf-8").strip()
         if text:
-            yield place, json.loads(text)
+            yield place, json.loads(text, object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         yield place, BadRow("broken_row", f"not UTF-8 at byte {error.start + 1}")
     except json.JSONDecodeError as error:
@@ -243,7 +285,7 @@ def object_chunks(file: str, data: bytes) -> Iterator[Chunk]:
 
 def load_whole(file: str, data: bytes):
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 at byte {error.start}; convert the file") from None
     except json.JSONDecodeError as error:
@@ -254,7 +296,7 @@ def load_whole(file: str, data: bytes):
 
 def array_chunks(file: str, stream) -> Iterator[Chunk]:
     """Elements of a JSON array, one chunk of text in memory at a time; after an error nothing can be trusted."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     buffer, end, lines, number, rows, size = "", False, 1, 1, [], 0
     position, inside, comma = 0, False, False
@@ -354,6 +396,7 @@ def read_arrow(file: str) -> Iterator[Chunk]:
         first = 1
         if file.endswith(".parquet"):
             parquet = pyarrow.parquet.ParquetFile(file)
+            check_names(file, parquet.schema_arrow.names)
             total, batches = parquet.metadata.num_rows, parquet.iter_batches(CHUNK_ROWS)
         else:
             with open(file, "rb") as stream:
@@ -362,7 +405,8 @@ def read_arrow(file: str) -> Iterator[Chunk]:
                 reader = pa.ipc.open_file(pa.memory_map(file))
                 batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             else:
-                batches = pa.ipc.open_stream(pa.OSFile(file))
+                reader = batches = pa.ipc.open_stream(pa.OSFile(file))
+            check_names(file, reader.schema.names)
             total = 0
         for batch in batches:
             for start in range(0, batch.num_rows, CHUNK_ROWS):
@@ -372,6 +416,12 @@ def read_arrow(file: str) -> Iterator[Chunk]:
     except (OSError, pa.ArrowException) as error:
         kind = "Parquet" if file.endswith(".parquet") else "Arrow"
         raise UserError(f"{file}: not a readable {kind} file ({' '.join(str(error).split())})") from None
+
+
+def check_names(file: str, names: list[str]) -> None:
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"{file}: two columns have the name {twice[0]!r}; rename one")
 
 
 def read_hdf5(file: str) -> Iterator[Chunk]:
@@ -456,6 +506,8 @@ def read_saved(source: str, hub: Hub) -> Iterator[Chunk]:
         if split not in saved:
             raise UserError(f"source {source} has the splits {', '.join(saved)}; choose one with --hub.split")
         saved = saved[split]
+    elif hub.split is not None:
+        raise UserError(f"source {source} is one set without splits, so hub.split {hub.split} would have no effect; remove it")
     yield from table_chunks(source, saved)
 
 
@@ -465,7 +517,7 @@ def read_hub(name: str, hub: Hub) -> Iterator[Chunk]:
     split = hub.split or "train"
     try:
         rows = datasets.load_dataset(name, hub.name, data_dir=hub.data_dir, split=split, revision=hub.revision, streaming=hub.streaming)
-        yield from table_chunks(f"{name}[{split}]", rows)
+        yield from table_chunks(hub_label(name, hub), rows)
     except UserError:
         raise
     except Exception as error:  # the library raises many kinds, all of which mean the same to the user
