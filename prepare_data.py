@@ -23,7 +23,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from multiprocessing import get_context
@@ -632,7 +632,8 @@ def write_split(tables: Iterator, split: str, rows: int, kind: str, folder: Path
     return names
 
 
-def workshop(cfg: DataConfig, output: Path, sources: list[Source], tokenizer, excluded: set[str]) -> Path:
+@contextmanager
+def workshop(cfg: DataConfig, output: Path, sources: list[Source], tokenizer, excluded: set[str]) -> Iterator[Path]:
     """The folder beside output_dir for what is not finished; what an equal run left there is used again.
 
     Equal means: the same settings, tokenizer, template, exclusions, code, and local files that have not changed; of the hub
@@ -663,7 +664,14 @@ def workshop(cfg: DataConfig, output: Path, sources: list[Source], tokenizer, ex
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     (folder / "chunks").mkdir(exist_ok=True)
     write_text(note, about)
-    return folder
+    try:
+        yield folder
+    except UserError:
+        if not (folder / "new").exists():  # else all rows are read, and what is finished is worth keeping
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        _locks.pop().close()
 
 
 _locks: list = []  # open for as long as the run is
@@ -1029,7 +1037,8 @@ def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, fold
     columns = cfg.columns
     if shape.kind == "preference" and shape.name in GROUPED:
         chunks, columns = group_rows(chunks, shape, columns, folder), Columns()
-    name = source.path if is_local(source.path) else hub_label(source.path, source.hub or cfg.hub)
+    hub = source.hub or cfg.hub
+    name = hub_label(source.path, hub) if not is_local(source.path) else f"{source.path}[{hub.split}]" if hub.split else source.path
     return Work(cfg, shape, columns, name, role, source.weight), chunks
 
 
@@ -1064,6 +1073,8 @@ def finish_chunk(share: float, file: Path, stats, bar) -> tuple[Path, dict]:
 
 def prepare(cfg: DataConfig) -> dict:
     """Run stage 1; returns the report that is also written to report.json."""
+    import pyarrow.parquet
+
     from utils.models import load_tokenizer
 
     started = time.time()
@@ -1082,94 +1093,77 @@ def prepare(cfg: DataConfig) -> dict:
         check_refresh(output, cfg)
     tokenizer = load_tokenizer(cfg.tokenizer)
     excluded = read_excluded([cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or [])
-    folder = workshop(cfg, output, [*sources, *test_sources], tokenizer, excluded)
-    try:
-        return prepare_in(folder, cfg, output, sources, test_sources, tokenizer, excluded, kind, earlier, started)
-    except UserError:
-        if not (folder / "new").exists():  # else all rows are read, and what is finished is worth keeping
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
-        _locks.pop().close()
+    with workshop(cfg, output, [*sources, *test_sources], tokenizer, excluded) as folder:
+        old_files = {split: sorted(output.glob(f"{split}-*.parquet")) if earlier else [] for split in ("train", "test")}
+        tally = Tally(cfg, folder / "dropped.jsonl")
 
+        # 1. rows -> chunk files, in parallel
+        def tasks() -> Iterator[tuple[Chunk, Work]]:
+            nonlocal kind
+            for split, file in ((split, file) for split in old_files for file in old_files[split]):
+                for chunk in read_file(str(file)):
+                    yield chunk, Work(cfg, Shape(kind, "earlier output"), Columns(), split, "old")
+            opened: dict[int, tuple[Work, Iterator[Chunk]]] = {}
+            for source in sources:  # the first one with rows decides the kind
+                opened[id(source)] = chunks_of(source, "new", cfg, kind, folder)
+                if opened[id(source)][0].shape.name != "no rows":
+                    kind = opened[id(source)][0].shape.kind
+                    break
+            kind = kind or "prompts"
+            if cfg.filter is not None and kind != "preference":
+                raise UserError(f"filter is for preference pairs and would have no effect on {kind}")
+            for role, source in [*(("test", s) for s in test_sources), *(("new", s) for s in sources)]:
+                work, chunks = opened.pop(id(source), None) or chunks_of(source, role, cfg, kind, folder)
+                tally.sources.setdefault(work.source, {"shape": work.shape.name, "rows": 0, "kept": 0})
+                for chunk in chunks:
+                    yield chunk, work
 
-def prepare_in(
-    folder: Path, cfg: DataConfig, output: Path, sources: list[Source], test_sources: list[Source], tokenizer, excluded: set[str],
-    kind: str | None, earlier: bool, started: float,
-) -> dict:
-    """The run itself, with `folder` for what is not finished."""
-    import pyarrow.parquet
+        workers = cfg.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+        parts = sum(max(1, len(local_files(s, cfg.hub))) if is_local(s.path) and not is_saved(s.path) else 1 for s in [*sources, *test_sources])
+        files, stats = [], []
+        for file, chunk in run_chunks(tasks(), folder / "chunks", workers, (tokenizer, excluded), parts):
+            tally.add_chunk(chunk)
+            files.append(file)
+            stats.append(chunk)
+        if not tally.rows_in:
+            raise UserError(f"source {', '.join(s.path for s in sources)} has no rows")
 
-    old_files = {split: sorted(output.glob(f"{split}-*.parquet")) if earlier else [] for split in ("train", "test")}
-    tally = Tally(cfg, folder / "dropped.jsonl")
+        # 2. what no row can know of itself
+        new = folder / "new"
+        new.mkdir()
+        d = decide(files, stats, cfg, folder)
+        if cfg.filter is not None:
+            drop_contradicted(cfg, files, stats, d, new)
+        tally.add_decisions(files, stats, d, kind)
+        is_new = (d.role != OLD) & (d.code == 0)
+        if not is_new.any() and not earlier:
+            worst, n = tally.dropped.most_common(1)[0]
+            example = tally.examples[worst][0]
+            raise UserError(f"all {tally.rows_in} rows were dropped, {n} of them as {worst}: {example['place']}: {example['detail']}")
 
-    # 1. rows -> chunk files, in parallel
-    def tasks() -> Iterator[tuple[Chunk, Work]]:
-        nonlocal kind
-        for split, file in ((split, file) for split in old_files for file in old_files[split]):
-            for chunk in read_file(str(file)):
-                yield chunk, Work(cfg, Shape(kind, "earlier output"), Columns(), split, "old")
-        opened: dict[int, tuple[Work, Iterator[Chunk]]] = {}
-        for source in sources:  # the first one with rows decides the kind
-            opened[id(source)] = chunks_of(source, "new", cfg, kind, folder)
-            if opened[id(source)][0].shape.name != "no rows":
-                kind = opened[id(source)][0].shape.kind
-                break
-        kind = kind or "prompts"
-        if cfg.filter is not None and kind != "preference":
-            raise UserError(f"filter is for preference pairs and would have no effect on {kind}")
-        for role, source in [*(("test", s) for s in test_sources), *(("new", s) for s in sources)]:
-            work, chunks = opened.pop(id(source), None) or chunks_of(source, role, cfg, kind, folder)
-            tally.sources[work.source] = {"shape": work.shape.name, "rows": 0, "kept": 0}
-            for chunk in chunks:
-                yield chunk, work
-
-    workers = cfg.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    parts = sum(max(1, len(local_files(s, cfg.hub))) if is_local(s.path) and not is_saved(s.path) else 1 for s in [*sources, *test_sources])
-    files, stats = [], []
-    for file, chunk in run_chunks(tasks(), folder / "chunks", workers, (tokenizer, excluded), parts):
-        tally.add_chunk(chunk)
-        files.append(file)
-        stats.append(chunk)
-    if not tally.rows_in:
-        raise UserError(f"source {', '.join(s.path for s in sources)} has no rows")
-
-    # 2. what no row can know of itself
-    new = folder / "new"
-    new.mkdir()
-    d = decide(files, stats, cfg, folder)
-    if cfg.filter is not None:
-        drop_contradicted(cfg, files, stats, d, new)
-    tally.add_decisions(files, stats, d, kind)
-    is_new = (d.role != OLD) & (d.code == 0)
-    if not is_new.any() and not earlier:
-        worst, n = tally.dropped.most_common(1)[0]
-        example = tally.examples[worst][0]
-        raise UserError(f"all {tally.rows_in} rows were dropped, {n} of them as {worst}: {example['place']}: {example['detail']}")
-
-    # 3. write; nothing is replaced before everything is there
-    rows_out, new_files = {}, []
-    for split, side in (("train", TRAIN), ("test", TEST)):
-        rows_out[split] = int(d.copies[is_new & (d.side == side)].sum())
-        tables = kept_rows(files, stats, d, kind, side, cfg.seed if side == TRAIN else None)
-        new_files += write_split(tables, split, rows_out[split], kind, new, old_files[split])
-    os.replace(folder / "dropped.jsonl", new / "dropped.jsonl")
-    report = tally.report(kind, rows_out)
-    if earlier:
-        before = json.loads((output / "report.json").read_text(encoding="utf-8")) if (output / "report.json").is_file() else {}
-        report["added"] = {"rows": rows_out, "files": new_files, "already_there": tally.dropped["already_there"]}
-        report["rows_out"] = {split: sum(pyarrow.parquet.read_metadata(f).num_rows for f in new.glob(f"{split}-*.parquet")) for split in rows_out}
-        report["earlier"] = [*before.pop("earlier", []), before]
-    if cfg.coverage is not None:
-        report["coverage"] = measure_coverage(cfg, new)
-    shown = first_rows(new, new_files, 5)
-    write_text(new / "report.html", report_page(report, tally.histograms, shown, kind, tokenizer))
-    write_json(new / "report.json", report)
-    record_run(new, all_sources(output, cfg) if earlier else cfg, started)
-    if earlier:
-        keep_files(output, new)
-    replace_folder(new, output)
-    shutil.rmtree(folder)
+        # 3. write; nothing is replaced before everything is there
+        rows_out, new_files = {}, []
+        for split, side in (("train", TRAIN), ("test", TEST)):
+            rows_out[split] = int(d.copies[is_new & (d.side == side)].sum())
+            tables = kept_rows(files, stats, d, kind, side, cfg.seed if side == TRAIN else None)
+            new_files += write_split(tables, split, rows_out[split], kind, new, old_files[split])
+        os.replace(folder / "dropped.jsonl", new / "dropped.jsonl")
+        report = tally.report(kind, rows_out)
+        if earlier:
+            before = json.loads((output / "report.json").read_text(encoding="utf-8")) if (output / "report.json").is_file() else {}
+            report["added"] = {"rows": rows_out, "files": new_files, "already_there": tally.dropped["already_there"]}
+            report["rows_out"] = {split: sum(pyarrow.parquet.read_metadata(f).num_rows for f in new.glob(f"{split}-*.parquet")) for split in rows_out}
+            report["earlier"] = [*before.pop("earlier", []), before]
+        if cfg.coverage is not None:
+            report["coverage"] = measure_coverage(cfg, new)
+        shown = first_rows(new, new_files, 5)
+        write_text(new / "report.html", report_page(report, tally.histograms, shown, kind, tokenizer))
+        write_json(new / "report.json", report)
+        record_run(new, all_sources(output, cfg) if earlier else cfg, started)
+        if earlier:
+            keep_files(output, new)
+        replace_folder(new, output)
+        shutil.rmtree(folder)
 
     # 4. say what happened
     if shown:

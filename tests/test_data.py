@@ -631,6 +631,8 @@ def test_weights_and_several_sources(tmp_path, tiny):
     for weight in (-1, 1e9, float("inf"), float("nan")):
         with pytest.raises(UserError, match="weight"):
             run(tmp_path, [], tiny, source=Source(a, weight))
+    report, _ = run(tmp_path, [], tiny, source=[a, a])
+    assert report["sources"][a] == {"shape": "chosen and rejected", "rows": 800, "kept": 400}
     report, _ = run(tmp_path, [], tiny, source=[write(tmp_path / "none.jsonl", [""]), a])  # an empty file says nothing of the kind
     assert report["kind"] == "preference" and report["rows_in"] == 400
     other = write(tmp_path / "prompts.jsonl", [{"prompt": "q"}])

@@ -162,7 +162,7 @@ def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
 
 def read_file(file: str) -> Iterator[Chunk]:
     """Chunks of one local file."""
-    if not file.lower().endswith(SUFFIXES):
+    if not file.endswith(SUFFIXES):
         raise UserError(f"{file}: unknown file type; known are {', '.join(SUFFIXES)}")
     if file.endswith((".parquet", *ARROW_TYPES)):
         yield from read_arrow(file)
