@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 from train_ppo import seed_sampling
-from utils.config import ModelConfig
+from utils.config import ModelConfig, leave
 from utils.launch import start_accelerator
 from utils.models import load_causal_lm
 from utils.rollout import generate
@@ -18,3 +18,4 @@ seed_sampling(0, 1, accelerator.process_index)
 samples = gather_object(generate(model, [[5, 6, 7]], 20, 1.0, [2], 0))
 accelerator.print(json.dumps(samples))
 accelerator.end_training()
+leave(0)

@@ -13,7 +13,7 @@ from test_ppo import given_rollouts
 from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, new_state, update
 from train_reward import RewardTrainConfig, build_model, micro_batches, optimizer_step
 from utils.checkpoint import trained_parameters, training_state
-from utils.config import LoraOptions, ModelConfig
+from utils.config import LoraOptions, ModelConfig, leave
 from utils.guards import GuardConfig, Guards
 from utils.launch import load_device, prepare, start_accelerator
 
@@ -86,3 +86,4 @@ if __name__ == "__main__":
     if accelerator.is_main_process:
         torch.save({"world": accelerator.num_processes, "results": results}, output)
     accelerator.end_training()
+    leave(0)

@@ -200,14 +200,24 @@ class RunStopped(Exception):
 
 def run_stage(stage, config_class) -> None:
     """The entry point of every stage file: parse, run, and turn bad input into one line and exit code 2."""
+    code = 0
     try:
         stage(parse_config(config_class))
     except (UserError, RunStopped) as error:
         stopped = isinstance(error, RunStopped)
         print(f"{'stopped' if stopped else 'error'}: {error}", file=sys.stderr, flush=True)
-        # Other ranks may wait in a collective, so leave at once; the launcher then ends them.
         code = 3 if stopped else 2
-        os._exit(code) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else sys.exit(code)
+    leave(code)
+
+
+def leave(code: int) -> None:
+    """End the process; at once where several run, for others may wait in a collective, and the native threads of the
+    collectives now and then abort a process that has done its work."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def check_output_dir(output_dir: str, overwrite: bool, resume: str | None = None, can_resume: bool = False) -> None:
