@@ -305,8 +305,6 @@ def excluded_prompt(prompt: list[dict], suffix: str) -> bool:
 
 def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
     """Raw rows -> one Arrow file of checked rows with their keys; returns and stores what happened to the others."""
-    import pyarrow as pa
-
     cfg, kind, tokenizer = work.cfg, work.shape.kind, _worker["tokenizer"]
     dropped: list[tuple[str, str, str]] = []
     shortened: Counter[str] = Counter()
@@ -356,11 +354,17 @@ def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
         lengths.append([len(ids[name]) for name in ("prompt", *ANSWERS[kind])])
 
     stats = {"source": work.source, "role": work.role, "weight": work.weight, "rows": n, "candidates": candidates, "kept": len(kept), "dropped": dropped, "shortened": dict(shortened)}
-    schema = schema_of(kind).append(pa.field("_place", pa.string()))
-    columns = pa.Table.from_pylist(kept, schema=schema).columns
-    names = [*schema.names]
     keys = row_keys(kept, kind, cfg.near_duplicates) if kept else {}
-    keys["lengths"] = np.array(lengths, dtype=np.int32)
+    write_chunk(file, kept, kind, keys | {"lengths": np.array(lengths, dtype=np.int32)}, stats)
+    return stats
+
+
+def write_chunk(file: Path, rows: list[dict], kind: str, keys: dict[str, np.ndarray], stats: dict) -> None:
+    """Rows with their places, keys (N, ...) and statistics in one Arrow file, which appears when it is whole."""
+    import pyarrow as pa
+
+    schema = schema_of(kind).append(pa.field("_place", pa.string()))
+    columns, names = pa.Table.from_pylist(rows, schema=schema).columns, [*schema.names]
     for name, values in keys.items():
         values = values.reshape(len(values), -1) if values.ndim > 2 else values
         flat = pa.array(np.ascontiguousarray(values).ravel())
@@ -371,7 +375,6 @@ def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
     with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_table(table)
     os.replace(temporary, file)
-    return stats
 
 
 def chunk_stats(file: Path) -> dict | None:
@@ -419,58 +422,62 @@ OLD, OFFICIAL, NEW = 0, 1, 2  # rows of the earlier output, of eval_source, and 
 
 
 class Decisions:
-    """What becomes of each row that passed the first pass, all (N,): `code` into REASONS (0 = kept), `side` TRAIN or TEST, `copies`."""
+    """What becomes of each row that passed the first pass, all (N,): `code` into REASONS (0 = kept), `side` TRAIN or TEST, `copies`.
 
-    def __init__(self, n: int):
+    Rows are numbered in the order of the chunks (the earlier output, eval_source, source).
+    """
+
+    def __init__(self, chunks: list[dict]):
+        self.first = np.cumsum([0, *(chunk["kept"] for chunk in chunks)])  # row of each chunk's first one
+        n = int(self.first[-1])
         self.code = np.zeros(n, dtype=np.uint8)
         self.side = np.zeros(n, dtype=np.uint8)
         self.copies = np.ones(n, dtype=np.uint16)
         self.role = np.full(n, NEW, dtype=np.uint8)
         self.twin = np.full(n, -1)  # the row because of which it goes
 
+    def rows(self, chunk: int) -> slice:
+        return slice(self.first[chunk], self.first[chunk + 1])
+
     def drop(self, row: int, reason: str, twin: int = -1) -> None:
         if not self.code[row]:
             self.code[row], self.twin[row] = CODE[reason], twin
 
 
-def decide(files: list[Path], stats: list[dict], cfg: DataConfig, folder: Path) -> Decisions:
-    """The rules that need all rows. Rows are numbered in the order of the chunks (the earlier output, eval_source, source);
-    of two, the earlier one stays."""
-    first = np.cumsum([0, *(s["kept"] for s in stats)])
-    n = int(first[-1])
-    d = Decisions(n)
+def decide(chunks: list[dict], cfg: DataConfig, folder: Path) -> Decisions:
+    """The rules that need all rows; of two that cannot both stay, the earlier one does."""
+    d = Decisions(chunks)
     role = d.role
     groups = {name: Groups(folder, name) for name in ("id", "prompt", "subject", "near_row", "near_prompt")}
     near = cfg.near_duplicates is not None
     sketch_width = 0
     fraction = 0.0 if cfg.eval_source is not None else cfg.eval_fraction if cfg.eval_fraction is not None else 0.05
     with open(folder / "sketches.bin", "wb") as sketches:
-        for i, (file, s) in enumerate(zip(files, stats)):
-            if not s["kept"]:
+        for i, chunk in enumerate(chunks):
+            if not chunk["kept"]:
                 continue
-            rows = np.arange(first[i], first[i + 1], dtype=np.uint64)
-            role[first[i] : first[i + 1]] = {"new": NEW, "test": OFFICIAL, "old": OLD}[s["role"]]
-            keys = chunk_keys(file, ["id", "prompt", "subject", "label", *(["near_row", "near_prompt", "sketch"] if near else [])])
-            if s["role"] == "new":
-                d.side[first[i] : first[i + 1]] = in_test_split(keys["prompt"], cfg.seed, fraction)
+            mine = d.rows(i)
+            role[mine] = {"new": NEW, "test": OFFICIAL, "old": OLD}[chunk["role"]]
+            keys = chunk_keys(chunk["file"], ["id", "prompt", "subject", "label", *(["near_row", "near_prompt", "sketch"] if near else [])])
+            if chunk["role"] == "new":
+                d.side[mine] = in_test_split(keys["prompt"], cfg.seed, fraction)
+                chance = keys["id"].astype(np.float64) / 2**64
+                d.copies[mine] = int(chunk["weight"]) + (chance < chunk["weight"] % 1)
             else:  # an earlier row's source is its split
-                d.side[first[i] : first[i + 1]] = TEST if s["role"] == "test" or s["source"] == "test" else TRAIN
-            copies = s["weight"] if s["role"] == "new" else 1.0
-            chance = keys["id"].astype(np.float64) / 2**64
-            d.copies[first[i] : first[i + 1]] = int(copies) + (chance < copies % 1)
-            out = (d.side[rows] == TRAIN) & (d.copies[rows] == 0) & (s["role"] == "new")
-            d.code[rows[out]] = CODE["left_out_by_weight"]  # before the rules, so that no other row goes because of it
-            keys = {name: values[~out] for name, values in keys.items() if name != "sketch"} | ({"sketch": keys["sketch"]} if near else {})
-            rows = rows[~out]
+                d.side[mine] = TEST if chunk["role"] == "test" or chunk["source"] == "test" else TRAIN
+            if near:
+                sketch_width = keys["sketch"].shape[1]
+                sketches.write(keys.pop("sketch").tobytes())
+            left_out = (d.side[mine] == TRAIN) & (d.copies[mine] == 0)
+            d.code[mine][left_out] = CODE["left_out_by_weight"]  # before the rules, so that no other row goes because of it
+            rows = np.arange(mine.start, mine.stop, dtype=np.uint64)[~left_out]
+            keys = {name: values[~left_out] for name, values in keys.items()}
             groups["id"].add(keys["id"], rows)
             groups["prompt"].add(keys["prompt"], rows)
             groups["subject"].add(keys["subject"], rows, keys["label"])
-            if near:
-                for name in ("near_row", "near_prompt"):
-                    for band in keys[name].T:
-                        groups[name].add(band, rows)
-                sketch_width = keys["sketch"].shape[1]
-                sketches.write(keys["sketch"].tobytes())
+            for name in ("near_row", "near_prompt") if near else ():
+                for band in keys[name].T:
+                    groups[name].add(band, rows)
 
     for entries, starts in groups["id"].shared():
         rows = entries[:, 1].astype(np.int64)
@@ -506,8 +513,7 @@ def decide(files: list[Path], stats: list[dict], cfg: DataConfig, folder: Path) 
         with open(folder / "sketches.bin", "rb") as sketches:
             drop_near(groups["near_row"], d, sketches, sketch_width, cfg.near_duplicates, prompts=False)
             drop_near(groups["near_prompt"], d, sketches, sketch_width, cfg.near_duplicates, prompts=True)
-    d.copies[d.side == TEST] = 1
-    d.copies[d.copies == 0] = 1  # left out already
+    d.copies[(d.side == TEST) | (d.copies == 0)] = 1  # weights are for training; a row that changed its side was not left out
     return d
 
 
@@ -580,22 +586,21 @@ def schema_of(kind: str):
     return pa.schema([(name, types.get(name, pa.string())) for name in COLUMNS[kind]])
 
 
-def kept_rows(files: list[Path], stats: list[dict], d: Decisions, kind: str, side: int, seed: int | None) -> Iterator:
+def kept_rows(chunks: list[dict], d: Decisions, kind: str, side: int, seed: int | None) -> Iterator:
     """Arrow tables of the new rows of one side. With a seed the chunks come in a new order, WINDOW of them shuffled together."""
     import pyarrow as pa
 
-    first = np.cumsum([0, *(s["kept"] for s in stats)])
-    order = [i for i, s in enumerate(stats) if s["kept"] and s["role"] != "old"]
+    order = [i for i, chunk in enumerate(chunks) if chunk["kept"] and chunk["role"] != "old"]
     rng = np.random.default_rng([seed or 0, side])
     if seed is not None:
         rng.shuffle(order)
     for start in range(0, len(order), WINDOW):
         tables = []
         for i in order[start : start + WINDOW]:
-            rows = slice(first[i], first[i + 1])
+            rows = d.rows(i)
             times = np.where((d.code[rows] == 0) & (d.side[rows] == side), d.copies[rows], 0)
             if times.any():
-                tables.append(read_chunk(files[i], list(COLUMNS[kind])).take(pa.array(np.repeat(np.arange(len(times)), times))))
+                tables.append(read_chunk(chunks[i]["file"], list(COLUMNS[kind])).take(pa.array(np.repeat(np.arange(len(times)), times))))
         if tables:
             table = pa.concat_tables(tables)
             yield table.take(pa.array(rng.permutation(len(table)))) if seed is not None else table
@@ -605,36 +610,30 @@ def write_split(tables: Iterator, split: str, rows: int, kind: str, folder: Path
     """Write `split-00000-of-000NN.parquet` after the earlier output's files, which keep their rows; returns the new names."""
     import pyarrow.parquet
 
-    shards = len(earlier) + -(-rows // ROWS_PER_SHARD)
-    if not shards:
-        shards = 1  # a split without rows is a file without rows, so that readers find its columns
-    for i, file in enumerate(earlier):
-        target = folder / f"{split}-{i:05d}-of-{shards:05d}.parquet"
+    shards = max(1, len(earlier) + -(-rows // ROWS_PER_SHARD))
+    files = [folder / f"{split}-{i:05d}-of-{shards:05d}.parquet" for i in range(shards)]
+    for old, file in zip(earlier, files):
         try:
-            os.link(file, target)
+            os.link(old, file)
         except OSError:
-            shutil.copyfile(file, target)
-    names, room, writer, number = [], 0, None, len(earlier)
-    tables = chain(tables, [schema_of(kind).empty_table()] if shards > len(earlier) else [])
-    for table in tables:
-        while len(table) or (writer is None and not names and shards > len(earlier)):
-            if writer is None:
-                names.append(f"{split}-{number:05d}-of-{shards:05d}.parquet")
-                writer, room, number = pyarrow.parquet.ParquetWriter(folder / names[-1], schema_of(kind), compression="zstd"), ROWS_PER_SHARD, number + 1
-            part = table.slice(0, room)
-            writer.write_table(part, row_group_size=ROWS_PER_GROUP)
-            table, room = table.slice(len(part)), room - len(part)
-            if not room:
-                writer.close()
-                writer = None
-    if writer is not None:
-        writer.close()
-    return names
+            shutil.copyfile(old, file)
+    files = files[len(earlier) :]
+    if files and not rows:  # a split without rows is a file without rows, so that readers find its columns
+        tables = iter([schema_of(kind).empty_table()])
+    waiting = next(tables, None)
+    for file in files:
+        with pyarrow.parquet.ParquetWriter(file, schema_of(kind), compression="zstd") as writer:
+            room = ROWS_PER_SHARD
+            while room and waiting is not None:
+                writer.write_table(waiting.slice(0, room), row_group_size=ROWS_PER_GROUP)
+                room, rest = max(0, room - len(waiting)), waiting.slice(room)
+                waiting = rest if len(rest) else next(tables, None)
+    return [file.name for file in files]
 
 
 @contextmanager
-def workshop(cfg: DataConfig, output: Path, sources: list[Source], tokenizer, excluded: set[str]) -> Iterator[Path]:
-    """The folder beside output_dir for what is not finished; what an equal run left there is used again.
+def workshop(cfg: DataConfig, output: Path, files: list[str], all_local: bool, tokenizer, excluded: set[str]) -> Iterator[Path]:
+    """The folder beside output_dir for what is not finished; what an equal run left there is used again. files: all local ones.
 
     Equal means: the same settings, tokenizer, template, exclusions, code, and local files that have not changed; of the hub
     nobody can say.
@@ -643,7 +642,7 @@ def workshop(cfg: DataConfig, output: Path, sources: list[Source], tokenizer, ex
 
     folder = output.with_name(f".{output.name}.partial")
     code = [Path(__file__), *(Path(__file__).parent / "utils" / f"{name}.py" for name in ("sources", "shapes", "similarity", "data"))]
-    files = [file for source in sources if is_local(source.path) for file in local_files(source, cfg.hub)] + sorted(map(str, output.glob("*.parquet")))
+    files = files + sorted(map(str, output.glob("*.parquet")))
     settings = {k: v for k, v in to_dict(cfg).items() if k not in ("workers", "overwrite", "coverage", "filter", "on_bad_row")}
     stamp = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     about = json.dumps([settings, stamp, template_fingerprint(tokenizer), sorted(excluded), [hash64(file.read_text(encoding="utf-8")) for file in code]])
@@ -658,7 +657,7 @@ def workshop(cfg: DataConfig, output: Path, sources: list[Source], tokenizer, ex
         raise UserError(f"another run is preparing output_dir {output}; wait for it, or choose another one") from None
     _locks.append(lock)
     note = folder / "about.json"
-    same = note.is_file() and note.read_text(encoding="utf-8") == about and all(is_local(s.path) for s in sources)
+    same = note.is_file() and note.read_text(encoding="utf-8") == about and all_local
     for leftover in folder.iterdir():
         if leftover.name != "lock" and not (same and leftover.name in ("chunks", "about.json")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -666,8 +665,8 @@ def workshop(cfg: DataConfig, output: Path, sources: list[Source], tokenizer, ex
     write_text(note, about)
     try:
         yield folder
-    except UserError:
-        if not (folder / "new").exists():  # else all rows are read, and what is finished is worth keeping
+    except UserError as error:
+        if not isinstance(error, WorkerKilled) and not (folder / "new").exists():  # else what is finished is worth keeping
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
@@ -677,11 +676,15 @@ def workshop(cfg: DataConfig, output: Path, sources: list[Source], tokenizer, ex
 _locks: list = []  # open for as long as the run is
 
 
-def local_files(source: Source, hub: Hub) -> list[str]:
-    """Files that a local source is read from."""
+class WorkerKilled(UserError):
+    """Not the user's fault: the same run can go on."""
+
+
+def local_files(source: Source) -> list[str]:
+    """Files that a source is read from; none for the hub."""
     if is_saved(source.path):
         return sorted(str(f) for f in Path(source.path).rglob("*") if f.is_file())
-    return source_files(source.path, (source.hub or hub).split)
+    return source_files(source.path, source.hub.split)[0]
 
 
 def replace_folder(new: Path, output: Path) -> None:
@@ -697,14 +700,18 @@ def replace_folder(new: Path, output: Path) -> None:
 
 
 def keep_files(old: Path, new: Path) -> None:
-    """What else lies in the earlier output stays, and its lists of dropped rows go on."""
+    """What else lies in the earlier output stays."""
     for file in old.iterdir():
         target = new / file.name
-        if file.name in ("dropped.jsonl", "contradicted.jsonl"):
-            added = target.read_bytes() if target.exists() else b""
-            target.write_bytes(file.read_bytes() + added)
-        elif not target.exists() and not re.fullmatch(r"(train|test)-\d+-of-\d+\.parquet", file.name):
+        if not target.exists() and not re.fullmatch(r"(train|test)-\d+-of-\d+\.parquet", file.name):
             shutil.copytree(file, target) if file.is_dir() else shutil.copy2(file, target)
+
+
+def open_list(file: Path, earlier: Path | None):
+    """A file of lines to write, after those of the earlier output."""
+    if earlier is not None and (earlier / file.name).is_file():
+        shutil.copyfile(earlier / file.name, file)
+    return open(file, "a", encoding="utf-8")
 
 
 def restore_folder(output: Path) -> None:
@@ -750,8 +757,8 @@ def read_excluded(files: list[str]) -> set[str]:
 # ------------------------------------------------------------------------------- noise filter, coverage, report
 
 
-def drop_contradicted(cfg: DataConfig, files: list[Path], stats: list[dict], d: Decisions, output: Path) -> None:
-    """Score the train pairs with a trained reward model; those that it contradicts strongly are written aside."""
+def drop_contradicted(cfg: DataConfig, chunks: list[dict], d: Decisions, aside) -> None:
+    """Score the new train pairs with a trained reward model; those that it contradicts strongly are written aside."""
     import torch
 
     from utils.models import read_stats
@@ -760,19 +767,18 @@ def drop_contradicted(cfg: DataConfig, files: list[Path], stats: list[dict], d: 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scorer = reward_model_scorer(cfg.filter.reward_model, cfg.filter.micro_batch_size, device)
     temperature = (read_stats(cfg.filter.reward_model) or {}).get("temperature", 1.0)
-    first = np.cumsum([0, *(s["kept"] for s in stats)])
-    total = int(((d.code == 0) & (d.side == TRAIN)).sum())
-    with open(output / "contradicted.jsonl", "w", encoding="utf-8") as aside, progress_bar(label="filtering", unit="pairs", total=total) as bar:
-        for i, file in enumerate(files):
-            mine = np.flatnonzero((d.code[first[i] : first[i + 1]] == 0) & (d.side[first[i] : first[i + 1]] == TRAIN))
-            if not len(mine) or stats[i]["role"] == "old":
+    wanted = (d.code == 0) & (d.side == TRAIN) & (d.role != OLD)
+    with progress_bar(label="filtering", unit="pairs", total=int(wanted.sum())) as bar:
+        for i, chunk in enumerate(chunks):
+            mine = np.flatnonzero(wanted[d.rows(i)])
+            if not len(mine):
                 continue
-            rows = read_chunk(file, list(COLUMNS["preference"])).take(mine).to_pylist()
+            rows = read_chunk(chunk["file"], list(COLUMNS["preference"])).take(mine).to_pylist()
             scores = scorer([row["prompt"] for row in rows] * 2, [row["chosen"] for row in rows] + [row["rejected"] for row in rows], {})
             for place, row, chosen, rejected in zip(mine.tolist(), rows, scores, scores[len(rows) :]):
                 probability = 0.5 + 0.5 * np.tanh((chosen - rejected) / temperature / 2)  # sigmoid
                 if probability < cfg.filter.min_probability:
-                    d.drop(int(first[i]) + place, "contradicted_by_reward_model")
+                    d.drop(int(d.first[i]) + place, "contradicted_by_reward_model")
                     scored = {"probability": float(f"{probability:.4g}"), "score_chosen": chosen, "score_rejected": rejected}
                     aside.write(json.dumps(row | scored, ensure_ascii=False) + "\n")
             bar.update(len(rows))
@@ -820,8 +826,8 @@ def measure_coverage(cfg: DataConfig, folder: Path) -> dict:
 class Tally:
     """What became of the rows, counted and with examples; each drop is also a line of a file."""
 
-    def __init__(self, cfg: DataConfig, file: Path):
-        self.strict, self.file = cfg.on_bad_row == "error", open(file, "w", encoding="utf-8")
+    def __init__(self, strict: bool, file):
+        self.strict, self.file = strict, file
         self.rows_in = self.candidates = self.longer_chosen = 0
         self.dropped: Counter[str] = Counter()
         self.shortened: Counter[str] = Counter()
@@ -837,35 +843,35 @@ class Tally:
         if len(self.examples[reason]) < EXAMPLES_PER_REASON:
             self.examples[reason].append({"place": place, "detail": detail})
 
-    def add_chunk(self, stats: dict) -> None:
-        """After the first pass of a chunk. Its lists are taken out of `stats`, so that memory does not grow with the drops."""
-        for drop in stats.pop("dropped"):
+    def add_chunk(self, chunk: dict) -> None:
+        """After the first pass of a chunk. Its lists are taken out of it, so that memory does not grow with the drops."""
+        for drop in chunk.pop("dropped"):
             self.drop(*drop)
-        self.shortened.update(stats.pop("shortened"))
-        if stats["role"] != "old":
-            self.rows_in += stats["rows"]
-            self.candidates += stats["candidates"]
-            self.sources[stats["source"]]["rows"] += stats["rows"]
+        self.shortened.update(chunk.pop("shortened"))
+        if chunk["role"] != "old":
+            self.rows_in += chunk["rows"]
+            self.candidates += chunk["candidates"]
+            self.sources[chunk["source"]]["rows"] += chunk["rows"]
 
-    def add_decisions(self, files: list[Path], stats: list[dict], d: Decisions, kind: str) -> None:
+    def add_decisions(self, chunks: list[dict], d: Decisions, kind: str) -> None:
         """After the second pass."""
-        first = np.cumsum([0, *(s["kept"] for s in stats)])
-        for i, s in enumerate(stats):
-            if s["role"] == "old" or not s["kept"]:
+        for i, chunk in enumerate(chunks):
+            if chunk["role"] == "old" or not chunk["kept"]:
                 continue
-            codes = d.code[first[i] : first[i + 1]]
-            self.sources[s["source"]]["kept"] += int((codes == 0).sum())
-            places = read_chunk(files[i], ["_place"])["_place"] if codes.any() else None
+            codes = d.code[d.rows(i)]
+            self.sources[chunk["source"]]["kept"] += int((codes == 0).sum())
+            places = read_chunk(chunk["file"], ["_place"])["_place"] if codes.any() else None
             for k in np.flatnonzero(codes).tolist():
-                reason, twin, detail = REASONS[codes[k]], int(d.twin[first[i] + k]), ""
+                reason, twin, detail = REASONS[codes[k]], int(d.twin[d.first[i] + k]), ""
                 if twin >= 0 and self.dropped[reason] < 100:  # for each to be looked up there may be too many
-                    j = int(np.searchsorted(first, twin, side="right")) - 1
-                    detail = f"with {read_chunk(files[j], ['_place'])['_place'][twin - int(first[j])]}"
+                    j = int(np.searchsorted(d.first, twin, side="right")) - 1
+                    detail = f"with {read_chunk(chunks[j]['file'], ['_place'])['_place'][twin - int(d.first[j])]}"
                 self.drop(places[k].as_py(), reason, detail)
-            lengths = chunk_keys(files[i], ["lengths"])["lengths"][codes == 0]  # (kept, parts)
+            lengths = chunk_keys(chunk["file"], ["lengths"])["lengths"][codes == 0]  # (kept, parts)
             for name, column in zip(("prompt", *ANSWERS[kind]), lengths.T):
-                counts = np.bincount(column, minlength=len(self.histograms.get(name, ())))
-                counts[: len(self.histograms.get(name, ()))] += self.histograms.get(name, 0)
+                before = self.histograms.get(name, np.zeros(0, dtype=np.int64))
+                counts = np.bincount(column, minlength=len(before))
+                counts[: len(before)] += before
                 self.histograms[name] = counts
             self.longer_chosen += float((lengths[:, 1] > lengths[:, 2]).sum() + (lengths[:, 1] == lengths[:, 2]).sum() / 2) if kind == "preference" else 0
         self.file.close()
@@ -940,8 +946,8 @@ def report_page(report: dict, histograms: dict[str, np.ndarray], examples: list[
 # ---------------------------------------------------------------------------------------------------- prepare
 
 
-def check_config(cfg: DataConfig) -> tuple[list[Source], list[Source]]:
-    """Refuse what cannot work; returns the sources and the test sources."""
+def check_config(cfg: DataConfig) -> list[list[Source]]:
+    """Refuse what cannot work; returns the sources and the test sources, each with its place on the hub."""
     def listed(value) -> list[Source]:
         values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         return [v if isinstance(v, Source) else Source(v) for v in values]
@@ -956,8 +962,6 @@ def check_config(cfg: DataConfig) -> tuple[list[Source], list[Source]]:
             raise UserError(f"source {source.path}: weight {source.weight} must be between 0 and 1000")
         if Path(source.path).is_dir() and Path(cfg.output_dir).resolve().is_relative_to(Path(source.path).resolve()):
             raise UserError(f"output_dir {cfg.output_dir} lies inside the source {source.path}, which would then read what it wrote; choose another folder")
-        if cfg.overwrite and is_local(source.path) and any(Path(f).resolve().is_relative_to(Path(cfg.output_dir).resolve()) for f in local_files(source, cfg.hub)):
-            raise UserError(f"source {source.path} lies in output_dir {cfg.output_dir}, which overwrite would replace; choose another output_dir")
         if source.hub is not None and is_local(source.path) and source.hub != Hub(split=source.hub.split):
             raise UserError(f"source {source.path} is a local file, so its hub options would have no effect; remove them")
     if any(source.weight != 1 for source in test_sources):
@@ -976,22 +980,19 @@ def check_config(cfg: DataConfig) -> tuple[list[Source], list[Source]]:
         raise UserError(f"workers {cfg.workers} must be at least 1")
     if cfg.filter is not None and not 0 < cfg.filter.min_probability < 0.5:
         raise UserError(f"filter.min_probability {cfg.filter.min_probability} must be above 0 and below 0.5")
-    for option in ("filter", "pairs"):
-        if getattr(cfg, option) is not None and cfg.kind not in (None, "preference"):
-            raise UserError(f"{option} is for preference pairs and would have no effect on {cfg.kind}")
-    if cfg.long_response == "truncate" and cfg.kind == "prompts":
-        raise UserError("long_response is for answers and would have no effect on prompts")
     if cfg.columns.choice_a is not None and cfg.columns.choice is None:
         raise UserError("columns.choice_a would have no effect without columns.choice, answer_a and answer_b; name them too")
     if cfg.coverage is not None and not (0 < cfg.coverage.min_similarity <= 1):
         raise UserError(f"coverage.min_similarity {cfg.coverage.min_similarity} must be above 0 and at most 1")
     if cfg.coverage is not None and not is_local(cfg.coverage.prompts):
         raise UserError(f"coverage.prompts {cfg.coverage.prompts} does not exist; give a file of real prompts")
+    if cfg.coverage is not None:
+        source_files(cfg.coverage.prompts)  # which refuses types that it does not know
     if cfg.filter is not None and not Path(cfg.filter.reward_model).is_dir():
         raise UserError(f"filter.reward_model {cfg.filter.reward_model} is not a folder; train_reward.py writes one under final/")
     if cfg.refresh and cfg.overwrite:
         raise UserError("refresh keeps the earlier output and overwrite replaces it; give one of them")
-    return sources, test_sources
+    return [[replace(s, hub=s.hub or cfg.hub) for s in part] for part in (sources, test_sources)]
 
 
 def check_refresh(output: Path, cfg: DataConfig) -> None:
@@ -1015,8 +1016,8 @@ def all_sources(output: Path, cfg: DataConfig) -> DataConfig:
 
 
 def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, folder: Path) -> tuple[Work, Iterator[Chunk]]:
-    """A source's chunks, and what its first good row says of its shape."""
-    chunks = read_source(source.path, source.hub or cfg.hub)
+    """A source's chunks, and the shape that its first rows have."""
+    chunks = read_source(source.path, source.hub)
     seen: list[Chunk] = []
     some: list[tuple[str, dict]] = []
     while len(some) < 100 and len(seen) < 10 and (chunk := next(chunks, None)) is not None:
@@ -1037,13 +1038,14 @@ def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, fold
     columns = cfg.columns
     if shape.kind == "preference" and shape.name in GROUPED:
         chunks, columns = group_rows(chunks, shape, columns, folder), Columns()
-    hub = source.hub or cfg.hub
-    name = hub_label(source.path, hub) if not is_local(source.path) else f"{source.path}[{hub.split}]" if hub.split else source.path
+    split = f"[{source.hub.split}]" if source.hub.split else ""
+    name = source.path + split if is_local(source.path) else hub_label(source.path, source.hub)
     return Work(cfg, shape, columns, name, role, source.weight), chunks
 
 
-def run_chunks(tasks: Iterator[tuple[Chunk, Work]], folder: Path, workers: int, start: tuple, files: int) -> Iterator[tuple[Path, dict]]:
-    """Process chunks in order, `workers` at a time; yields (chunk file, statistics). One that is there already is not made again."""
+def run_chunks(tasks: Iterator[tuple[Chunk, Work]], folder: Path, workers: int, start: tuple, files: int) -> Iterator[dict]:
+    """Process chunks in order, `workers` at a time; yields what is known of each, with its file. One that is there already is not
+    made again."""
     numbered = ((chunk, work, folder / f"{i:07d}.arrow") for i, (chunk, work) in enumerate(tasks))
     head = list(islice(numbered, 2))
     pool = None
@@ -1053,22 +1055,23 @@ def run_chunks(tasks: Iterator[tuple[Chunk, Work]], folder: Path, workers: int, 
         start_worker(*start)
     waiting: deque = deque()
     with progress_bar(label="preparing", unit="file", total=files) as bar, pool or nullcontext():
-        for chunk, work, file in chain(head, numbered):
-            stats = chunk_stats(file) or (pool.submit(process_chunk, chunk, work, file) if pool else process_chunk(chunk, work, file))
-            waiting.append((chunk.share, file, stats))
-            while len(waiting) > (2 * workers if pool else 0):
-                yield finish_chunk(*waiting.popleft(), bar)
-        while waiting:
-            yield finish_chunk(*waiting.popleft(), bar)
 
+        def finished() -> dict:
+            share, file, stats = waiting.popleft()
+            stats = stats if isinstance(stats, dict) else stats.result()
+            bar.update(round(share, 4))
+            return stats | {"file": file}
 
-def finish_chunk(share: float, file: Path, stats, bar) -> tuple[Path, dict]:
-    try:
-        stats = stats if isinstance(stats, dict) else stats.result()
-    except BrokenProcessPool:
-        raise UserError("a worker process was killed, perhaps for memory; run again with fewer --workers: what is finished is kept") from None
-    bar.update(round(share, 4))
-    return file, stats
+        try:
+            for chunk, work, file in chain(head, numbered):
+                stats = chunk_stats(file) or (pool.submit(process_chunk, chunk, work, file) if pool else process_chunk(chunk, work, file))
+                waiting.append((chunk.share, file, stats))
+                while len(waiting) > (2 * workers if pool else 0):
+                    yield finished()
+            while waiting:
+                yield finished()
+        except BrokenProcessPool:
+            raise WorkerKilled("a worker process was killed, perhaps for memory; run again with fewer --workers: what is finished is kept") from None
 
 
 def prepare(cfg: DataConfig) -> dict:
@@ -1093,9 +1096,14 @@ def prepare(cfg: DataConfig) -> dict:
         check_refresh(output, cfg)
     tokenizer = load_tokenizer(cfg.tokenizer)
     excluded = read_excluded([cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or [])
-    with workshop(cfg, output, [*sources, *test_sources], tokenizer, excluded) as folder:
+    local = {id(source): local_files(source) for source in [*sources, *test_sources]}
+    files = [file for part in local.values() for file in part]
+    inside = [file for file in files if cfg.overwrite and Path(file).resolve().is_relative_to(output)]
+    if inside:
+        raise UserError(f"source {inside[0]} lies in output_dir {cfg.output_dir}, which overwrite would replace; choose another output_dir")
+    with workshop(cfg, output, files, all(local.values()), tokenizer, excluded) as folder:
         old_files = {split: sorted(output.glob(f"{split}-*.parquet")) if earlier else [] for split in ("train", "test")}
-        tally = Tally(cfg, folder / "dropped.jsonl")
+        tally = Tally(cfg.on_bad_row == "error", open_list(folder / "dropped.jsonl", output if earlier else None))
 
         # 1. rows -> chunk files, in parallel
         def tasks() -> Iterator[tuple[Chunk, Work]]:
@@ -1113,28 +1121,28 @@ def prepare(cfg: DataConfig) -> dict:
             if cfg.filter is not None and kind != "preference":
                 raise UserError(f"filter is for preference pairs and would have no effect on {kind}")
             for role, source in [*(("test", s) for s in test_sources), *(("new", s) for s in sources)]:
-                work, chunks = opened.pop(id(source), None) or chunks_of(source, role, cfg, kind, folder)
+                work, its_chunks = opened.pop(id(source), None) or chunks_of(source, role, cfg, kind, folder)
                 tally.sources.setdefault(work.source, {"shape": work.shape.name, "rows": 0, "kept": 0})
-                for chunk in chunks:
+                for chunk in its_chunks:
                     yield chunk, work
 
         workers = cfg.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-        parts = sum(max(1, len(local_files(s, cfg.hub))) if is_local(s.path) and not is_saved(s.path) else 1 for s in [*sources, *test_sources])
-        files, stats = [], []
-        for file, chunk in run_chunks(tasks(), folder / "chunks", workers, (tokenizer, excluded), parts):
+        parts = sum(1 if is_saved(s.path) else max(1, len(local[id(s)])) for s in [*sources, *test_sources])
+        chunks = []
+        for chunk in run_chunks(tasks(), folder / "chunks", workers, (tokenizer, excluded), parts):
             tally.add_chunk(chunk)
-            files.append(file)
-            stats.append(chunk)
+            chunks.append(chunk)
         if not tally.rows_in:
             raise UserError(f"source {', '.join(s.path for s in sources)} has no rows")
 
         # 2. what no row can know of itself
         new = folder / "new"
         new.mkdir()
-        d = decide(files, stats, cfg, folder)
+        d = decide(chunks, cfg, folder)
         if cfg.filter is not None:
-            drop_contradicted(cfg, files, stats, d, new)
-        tally.add_decisions(files, stats, d, kind)
+            with open_list(new / "contradicted.jsonl", output if earlier else None) as aside:
+                drop_contradicted(cfg, chunks, d, aside)
+        tally.add_decisions(chunks, d, kind)
         is_new = (d.role != OLD) & (d.code == 0)
         if not is_new.any() and not earlier:
             worst, n = tally.dropped.most_common(1)[0]
@@ -1145,7 +1153,7 @@ def prepare(cfg: DataConfig) -> dict:
         rows_out, new_files = {}, []
         for split, side in (("train", TRAIN), ("test", TEST)):
             rows_out[split] = int(d.copies[is_new & (d.side == side)].sum())
-            tables = kept_rows(files, stats, d, kind, side, cfg.seed if side == TRAIN else None)
+            tables = kept_rows(chunks, d, kind, side, cfg.seed if side == TRAIN else None)
             new_files += write_split(tables, split, rows_out[split], kind, new, old_files[split])
         os.replace(folder / "dropped.jsonl", new / "dropped.jsonl")
         report = tally.report(kind, rows_out)

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,11 +24,11 @@ import pytest
 
 from conftest import ROOT, byte_tokenizer, messages
 from prepare_data import Coverage, DataConfig, Filter, Source, in_test_split, prepare, prompt_key
-from utils.config import UserError
+from utils.config import UserError, parse_config
 from utils.data import decode_response, encode_dialogues, encode_prompt, encode_response, encode_responses, load_rows
 from utils.models import load_tokenizer
 from utils.shapes import Columns
-from utils.similarity import MINIMA, Groups, one_byte, signatures, similarity
+from utils.similarity import MINIMA, Groups, one_byte, signatures, similarity, tfidf, word_rarity
 from utils.sources import BadRow, Hub, read_source
 
 
@@ -333,6 +334,8 @@ def test_csv_and_tsv(tmp_path):
         "expected 2 cells, found 1 (lines 3 to 3)", "expected 2 cells, found 3 (lines 4 to 5)", "unexpected end of data (lines 9 to 9)",
     ]
     assert places_of(tmp_path / "bad.csv") == [":2", ":3", ":4", ":6", ":8", ":9"]
+    (tmp_path / "pandas.csv").write_text(",prompt\n0,a\n1,b\n")  # with the index, as pandas writes it
+    assert rows_of(tmp_path / "pandas.csv") == [{"Unnamed: 0": "0", "prompt": "a"}, {"Unnamed: 0": "1", "prompt": "b"}]
     (tmp_path / "twice.csv").write_text("prompt,prompt\na,b\n")
     with pytest.raises(UserError, match="twice.csv:1: expected one different name"):
         rows_of(tmp_path / "twice.csv")
@@ -588,6 +591,14 @@ def test_d23_train_prompts_near_to_a_test_prompt_are_dropped(tmp_path, tiny):
     assert not stems[0] & stems[1] and report["dropped"]["near_test_prompt"] > 0 and set(report["dropped"]) == {"near_test_prompt"}
 
 
+def test_files_that_are_left_out_are_named_once(tmp_path, tiny, capsys):
+    write(tmp_path / "f.jsonl", pairs(3))
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "a.jsonl", pairs(3)), (tmp_path / "set" / "notes.txt").write_text("x")
+    run(tmp_path, [], tiny, source=str(tmp_path / "set"))
+    assert capsys.readouterr().out.count("are not read") == 1
+
+
 def test_d23_an_official_test_set_stays_whole_and_leaves_the_train_set(tmp_path, tiny):
     rows = pairs(30)
     official = write(tmp_path / "official.jsonl", [row | {"chosen": "another answer"} for row in rows[:10]] + [{"prompt": "x", "chosen": "", "rejected": "b"}])
@@ -828,6 +839,29 @@ def test_workers_end_with_a_run_that_is_killed_and_two_runs_do_not_mix(tmp_path,
     assert run(tmp_path, [], tiny, source=raw, eval_fraction=None)[0]["rows_in"] == 40_000
 
 
+def test_a_killed_worker_is_one_line_and_what_is_finished_is_kept(tmp_path, tiny, monkeypatch):
+    raw = write(tmp_path / "raw.jsonl", pairs(40_000))
+    command = [sys.executable, "prepare_data.py", "--source", raw, "--tokenizer", tiny, "--output_dir", str(tmp_path / "out"), "--workers", "2", "--eval_fraction", "0.0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    chunks = tmp_path / ".out.partial" / "chunks"
+    while len(list(chunks.glob("*.arrow"))) < 3 and process.poll() is None:
+        time.sleep(0.02)
+    os.kill(next(int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()), signal.SIGKILL)
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and error.count("\n") == 1 and error.startswith("error: a worker process was killed"), error
+    done = {file.name: file.stat().st_mtime_ns for file in chunks.glob("*.arrow")}
+    assert 3 <= len(done) < 40
+    at_the_end, original = {}, shutil.rmtree
+
+    def look(folder, *args, **kwargs):  # when the second run tidies up
+        if Path(folder).name == ".out.partial":
+            at_the_end.update({name: (chunks / name).stat().st_mtime_ns for name in done})
+        original(folder, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", look)
+    assert prepare(parse_config(DataConfig, command[2:]))["rows_in"] == 40_000 and at_the_end == done
+
+
 def test_odd_places_for_the_output(tmp_path, tiny, monkeypatch):
     raw = write(tmp_path / "raw.jsonl", pairs(4))
     (tmp_path / "real").mkdir()
@@ -911,6 +945,17 @@ def test_d16_one_decoded_example_is_printed_with_its_marks(tmp_path, tiny, capsy
     assert "<|start|>user\nWhat?<|end|>\n<|start|>assistant\n" in printed and "chosen: ‹That.<|end|>›" in printed and "preference, chosen and rejected (from " in printed
 
 
+def test_tfidf_by_hand():
+    """Four texts: "the" stands in all (weight log(5/5) + 1 = 1), cat and dog in one each (log(5/2) + 1), twice counts 1 + log 2."""
+    rarity = word_rarity(iter([["the cat", "the dog"], ["the", "The the"]]))
+    a, b, c = tfidf(["the cat", "The DOG", "cat cat the"], rarity)
+    rare = np.log(5 / 2) + 1
+    assert a @ b == pytest.approx(1 / (1 + rare**2), abs=1e-6)
+    twice = rare * (1 + np.log(2))
+    assert a @ c == pytest.approx((1 + rare * twice) / np.sqrt((1 + rare**2) * (1 + twice**2)), abs=1e-6)
+    assert a @ a == pytest.approx(1, abs=1e-6)
+
+
 def test_coverage_finds_close_neighbours_and_lists_prompts_without(tmp_path, tiny):
     train = [{"prompt": p} for p in ("How do I bake sourdough bread at home?", "Write a poem about the autumn rain.", "Explain how vaccines protect people.", "What is the best way to learn chess?")]
     real = write(tmp_path / "real.jsonl", [{"prompt": "how can I bake bread with sourdough at home"}, {"prompt": "Fix my kubernetes ingress controller"}, {"prompt": [user("hi"), {"role": "assistant", "content": "?"}, user("Explain how vaccines protect people.")]}])
@@ -958,11 +1003,12 @@ def test_folders_of_the_wrong_kind_are_refused(tmp_path, tiny):
         ({"source": '[{"pth": "x"}]'}, "is not valid"), ({"source": Source("raw.jsonl", -1)}, "weight"), ({"hub": Hub(name="main")}, "hub.* is set"), ({"source": []}, "source is empty"),
         ({"columns": Columns(reward="rejected")}, "columns.reward would have no effect on preference, chosen and rejected"), ({"columns": Columns(prompt="ask")}, "no column 'ask'"),
         ({"source": ".", "output_dir": "out"}, "lies inside the source"),
+        ({"coverage": Coverage("real.txt")}, "coverage.prompts real.txt does not exist"), ({"coverage": Coverage("conftest.py")}, "unknown file type"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path, tiny, changes, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "raw.jsonl", pairs(2))
+    write(tmp_path / "raw.jsonl", pairs(2)), (tmp_path / "conftest.py").write_text("")
     with pytest.raises(UserError, match=message.replace("*", r"\*")):
         run(tmp_path, [], tiny, **{"source": "raw.jsonl"} | changes)
     assert not (tmp_path / "out").exists()

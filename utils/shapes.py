@@ -597,25 +597,32 @@ def read_thumbs(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[li
     return [pair if isinstance(pair, BadRow) else pair | {"margin": None} for pair in rows], used
 
 
-def read_logged(row: dict, name: dict, columns: Columns, pairs: str, score: str = "reward") -> tuple[list[dict], set]:
-    """A logged answer with its reward."""
-    out = {"prompt": read_prompt(row, name), "logprobs": row[name["logprobs"]] if name["logprobs"] else None}
-    out["response"] = as_answer(row[name["response"]] if name["response"] else None, name["response"] or "response", out["prompt"])
+def logged_answer(row: dict, name: dict, score: str) -> tuple[list[dict], str, float]:
+    """(prompt, answer, score) of a row with one answer. score: `reward`, or `label` for thumbs, which are 1 and 0."""
+    prompt = read_prompt(row, name)
+    answer = as_answer(row[name["response"]] if name["response"] else None, name["response"] or "response", prompt)
     column = name[score] or score
     value = row.get(column)
-    up = thumb(value) if score == "label" else None
-    if score == "label" and value is not None and up is None:
-        raise BadRow("wrong_type", f"{column}: expected thumbs, true or false, found {found(value)}")
-    out["reward"] = as_number(value, column) if up is None else float(up)
-    if out["reward"] is None:
+    if value is None:
         raise BadRow("no_reward", f"{column} is null or missing")
-    if out["logprobs"] is not None:
-        if not isinstance(out["logprobs"], list):
-            raise BadRow("wrong_type", f"{name['logprobs']}: expected a list of numbers, found {found(out['logprobs'])}")
-        out["logprobs"] = [as_number(x, f"{name['logprobs']}[{i}]") for i, x in enumerate(out["logprobs"])]
-        if None in out["logprobs"]:
+    if score == "reward":
+        return prompt, answer, as_number(value, column)
+    if thumb(value) is None:
+        raise BadRow("wrong_type", f"{column}: expected thumbs, true or false, found {found(value)}")
+    return prompt, answer, float(thumb(value))
+
+
+def read_logged(row: dict, name: dict, columns: Columns, pairs: str, score: str = "reward") -> tuple[list[dict], set]:
+    """A logged answer with its reward."""
+    prompt, response, reward = logged_answer(row, name, score)
+    logprobs = row[name["logprobs"]] if name["logprobs"] else None
+    if logprobs is not None:
+        if not isinstance(logprobs, list):
+            raise BadRow("wrong_type", f"{name['logprobs']}: expected a list of numbers, found {found(logprobs)}")
+        logprobs = [as_number(x, f"{name['logprobs']}[{i}]") for i, x in enumerate(logprobs)]
+        if None in logprobs:
             raise BadRow("wrong_type", f"{name['logprobs']}: expected numbers, found null")
-    return [out], {name["response"], column, name["logprobs"]}
+    return [{"prompt": prompt, "response": response, "reward": reward, "logprobs": logprobs}], {name["response"], name[score], name["logprobs"]}
 
 
 def read_logged_thumb(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
@@ -750,20 +757,14 @@ def group_rows(chunks: Iterator[Chunk], shape: Shape, columns: Columns, folder: 
                     raise BadRow("wrong_type", f"expected an object with named columns, found {found(row)}")
                 name = find_all(row, columns)
                 row = untext(row, name) if isinstance(row, TextRow) else row
-                prompt = merge_turns(read_prompt(row, name))
-                answer = as_answer(row[name["response"]] if name["response"] else None, name["response"] or "response", prompt)
+                prompt, answer, score = logged_answer(row, name, "label" if shape.name == "thumbs" else "reward")
                 if not answer.strip():
                     raise BadRow("empty_response", f"{name['response']} is empty")
-                column = name["label"] if shape.name == "thumbs" else name["reward"]
-                value = row[column] if column else None
-                score = thumb(value) if shape.name == "thumbs" else as_number(value, column or "reward")
-                if score is None:
-                    raise BadRow("no_reward", f"{column}: expected {'true or false' if shape.name == 'thumbs' else 'a number'}, found {found(value)}")
-                key = to_json(prompt)
+                key = to_json(merge_turns(prompt))
                 key.encode("utf-8"), answer.encode("utf-8")
                 rest = to_json({str(k): v for k, v in row.items() if k not in (name["prompt"], name["response"])})
                 part = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % parts
-                files[part].write(json.dumps([place, key, answer, float(score), rest]) + "\n")
+                files[part].write(json.dumps([place, key, answer, score, rest]) + "\n")
             except BadRow as error:
                 bad.append((place, error))
             except UnicodeEncodeError:

@@ -113,39 +113,49 @@ def is_saved(source: str) -> bool:
 SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")
 
 
-def source_files(source: str, split: str | None = None) -> list[str]:
-    """Local files of a file, folder or glob; empty for a hub name and a folder that `datasets` saved. Raises UserError when there can be none.
+def source_files(source: str, split: str | None = None) -> tuple[list[str], list[str]]:
+    """(files to read, files left out) of a file, folder or glob; none for a hub name and a folder that `datasets` saved. Raises UserError
+    when there can be none.
 
     In a folder whose files are named by split (train-00000.parquet, test.jsonl, train/a.jsonl) only those of `split` count (default: train).
     """
-    path = Path(source)
+    path, left_out = Path(source), []
     if is_saved(source):
-        return []
+        return [], []
     if os.path.isfile(source):  # which, unlike pathlib, takes names that no file can have
-        files = [source]
-    elif os.path.isdir(source):
-        files = sorted(str(f) for f in path.rglob("*") if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts))
+        check_type(source)
+        return [source], []
+    is_folder = os.path.isdir(source)
+    if is_folder:
+        found = [str(f) for f in path.rglob("*") if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]
     else:
-        files = sorted(f for f in glob.glob(source, recursive=True) if Path(f).is_file())
-    if not files and not os.path.isdir(source) and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.endswith(SUFFIXES)):
+        found = [f for f in glob.glob(source, recursive=True) if os.path.isfile(f)]
+    found = sorted(f for f in found if Path(f).name not in SIDECARS)
+    if not is_folder and not found:
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not source.endswith(SUFFIXES):
+            return [], []
         raise UserError(f"source {source[:200]} does not exist, and no file matches it")
-    if len(files) > 1 or os.path.isdir(source):
-        kept = [f for f in files if f.endswith(SUFFIXES) and Path(f).name not in SIDECARS]
-        skipped = [f for f in files if f not in kept and not f.endswith((".html", ".yaml", ".md")) and Path(f).name not in SIDECARS]
-        if os.path.isdir(source):
-            names = {f: SPLIT_NAME.match(part.lower()) for f in kept for part in reversed(Path(f).relative_to(path).parts) if SPLIT_NAME.match(part.lower())}
-            if len({match[1] for match in names.values()}) > 1:
-                files, kept = kept, [f for f in kept if f in names and names[f][1] == (split or "train")]
-                skipped += [f for f in files if f not in kept]
-        if not kept:
-            raise UserError(f"source folder {source} has no {', '.join(SUFFIXES)} files" + (f" of the split {split or 'train'}" if skipped else ""))
-        if skipped:
-            print(f"{source}: {len(skipped)} files are not read, such as {skipped[0]}", flush=True)
-        files = kept
-    for file in files:
-        if not file.endswith(SUFFIXES):
-            raise UserError(f"{file}: unknown file type; known are {', '.join(SUFFIXES)}")
-    return files
+    if not is_folder and len(found) == 1:
+        check_type(found[0])
+    files = [f for f in found if f.endswith(SUFFIXES)]
+    if is_folder:
+        splits = {f: split_name(Path(f).relative_to(path)) for f in files}
+        if len(set(splits.values()) - {None}) > 1:
+            files = [f for f in files if splits[f] == (split or "train")]
+            left_out = [f for f in splits if f not in files]
+    if not files:
+        raise UserError(f"source folder {source} has no {', '.join(SUFFIXES)} files" + (f" of the split {split or 'train'}" if left_out else ""))
+    return files, left_out + [f for f in found if not f.endswith((*SUFFIXES, ".html", ".yaml", ".md"))]
+
+
+def split_name(file: Path) -> str | None:
+    """The split in a file's name, or in the name of a folder that it lies in, the outermost first."""
+    return next((match[1] for part in file.parts if (match := SPLIT_NAME.match(part.lower()))), None)
+
+
+def check_type(file: str) -> None:
+    if not file.endswith(SUFFIXES):
+        raise UserError(f"{file}: unknown file type; known are {', '.join(SUFFIXES)}")
 
 
 def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
@@ -153,7 +163,9 @@ def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
     if is_saved(source):
         yield from read_saved(source, hub)
         return
-    files = source_files(source, hub.split)
+    files, left_out = source_files(source, hub.split)
+    if left_out:
+        print(f"{source}: {len(left_out)} files are not read, such as {left_out[0]}", flush=True)
     for file in files:
         yield from read_file(file)
     if not files:
@@ -162,8 +174,7 @@ def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
 
 def read_file(file: str) -> Iterator[Chunk]:
     """Chunks of one local file."""
-    if not file.endswith(SUFFIXES):
-        raise UserError(f"{file}: unknown file type; known are {', '.join(SUFFIXES)}")
+    check_type(file)
     if file.endswith((".parquet", *ARROW_TYPES)):
         yield from read_arrow(file)
     elif file.endswith(HDF5_TYPES):
@@ -358,6 +369,8 @@ def csv_chunks(file: str, stream, delimiter: str) -> Iterator[Chunk]:
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")  # bad bytes are found later, by row
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     names = next(reader, None)
+    if names and not names[0].strip() and len(names) > 1:
+        names[0] = "Unnamed: 0"  # the index that pandas writes, by the name that it gives it
     if not names or any(not name.strip() for name in names) or len(set(names)) < len(names):
         raise UserError(f"{file}:1: expected one different name for each column in the first line, found {names}")
 
