@@ -207,6 +207,9 @@ def check_config(cfg: EvaluateConfig) -> None:
         check_reward_config(cfg.reward_model)
     if cfg.reward_model is None and not cfg.rules and cfg.gold_function is None:
         raise UserError("nothing to compare by: give reward_model.path, rules or gold_function")
+    for name in ("policy", "baseline"):
+        if getattr(cfg, name).gradient_checkpointing:
+            raise UserError(f"{name}.gradient_checkpointing has no effect where nothing is trained; remove it")
     if cfg.temperature < 0 or cfg.seed < 0:
         raise UserError("temperature and seed must not be negative; temperature 0 is greedy")
     for name in ("max_prompts", "micro_batch_size_per_gpu", "max_response_length"):

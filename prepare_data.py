@@ -7,7 +7,7 @@ Reads what utils/sources.py reads. Each source's shape is recognised and printed
 counted by reason and listed in dropped.jsonl; lengths are measured in tokens after the chat template.
 
 Two passes, neither of which holds the data in memory. Workers turn chunks of raw rows into checked rows with keys, one
-file a chunk, so a run that was killed goes on where it was. Then the keys alone decide what no row can know of itself
+file a chunk, so a killed run over local files goes on where it was. Then the keys alone decide what no row can know of itself
 (duplicates, contradictions, the split), and the rows that are left are written.
 """
 
@@ -90,7 +90,7 @@ class DataConfig:
     output_dir: str
     """folder to write"""
     kind: Literal["preference", "prompts", "trajectories"] | None = None
-    """what to make of the rows; null = detected from the first row, and printed"""
+    """what to make of the rows; null = detected from the first hundred rows, and printed"""
     eval_source: str | Source | list[str | Source] | None = None
     """sources of the test split, in place of eval_fraction; train rows with one of their prompts are dropped"""
     max_prompt_length: int = 512
@@ -666,7 +666,9 @@ def workshop(cfg: DataConfig, output: Path, files: list[str], all_local: bool, t
     try:
         yield folder
     except UserError as error:
-        if not isinstance(error, WorkerKilled) and not (folder / "new").exists():  # else what is finished is worth keeping
+        if isinstance(error, WorkerKilled) and all_local:
+            raise UserError(f"{error}; what is finished is kept") from None
+        if not (folder / "new").exists():  # finished, and could not be put in place
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
@@ -995,6 +997,17 @@ def check_config(cfg: DataConfig) -> list[list[Source]]:
     return [[replace(s, hub=s.hub or cfg.hub) for s in part] for part in (sources, test_sources)]
 
 
+def check_kind(cfg: DataConfig, kind: str) -> None:
+    """Refuse options that would do nothing for rows of this kind."""
+    for option, is_set, kinds in (
+        ("filter", cfg.filter is not None, ("preference",)),
+        ("pairs", cfg.pairs is not None, ("preference",)),
+        ("long_response", cfg.long_response != "filter", ("preference", "trajectories")),
+    ):
+        if is_set and kind not in kinds:
+            raise UserError(f"{option} would have no effect on {kind}; remove it")
+
+
 def check_refresh(output: Path, cfg: DataConfig) -> None:
     """What would put a prompt on both sides of the split, or leave rows in that should go, is refused."""
     if cfg.exclude is not None:
@@ -1026,11 +1039,11 @@ def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, fold
     chunks = chain(seen, chunks)
     if some:
         place, shape = detect_source(some, cfg.columns, kind)
+        check_kind(cfg, shape.kind)
         unused = [key for key, value in to_dict(cfg.columns).items() if value is not None and key not in USES[shape.name]]
         unused += ["pairs"] if cfg.pairs and shape not in PAIRED else []
-        unused += ["long_response"] if cfg.long_response != "filter" and shape.kind == "prompts" else []
         if unused:
-            option = unused[0] if unused[0] in ("pairs", "long_response") else f"columns.{unused[0]}"
+            option = unused[0] if unused[0] == "pairs" else f"columns.{unused[0]}"
             raise UserError(f"{place}: {option} would have no effect on {shape.kind}, {shape.name}; remove it, or set --kind")
         print(show(f"{source.path}: {shape.kind}, {shape.name} (from {place})"), flush=True)
     else:
@@ -1071,7 +1084,7 @@ def run_chunks(tasks: Iterator[tuple[Chunk, Work]], folder: Path, workers: int, 
             while waiting:
                 yield finished()
         except BrokenProcessPool:
-            raise WorkerKilled("a worker process was killed, perhaps for memory; run again with fewer --workers: what is finished is kept") from None
+            raise WorkerKilled("a worker process was killed, perhaps for memory; run again with fewer --workers") from None
 
 
 def prepare(cfg: DataConfig) -> dict:
@@ -1092,6 +1105,8 @@ def prepare(cfg: DataConfig) -> dict:
     kind = folder_kind(cfg.output_dir) if earlier else cfg.kind
     if earlier and cfg.kind not in (None, kind):
         raise UserError(f"output_dir {output} holds {kind}, so {cfg.kind} cannot be added; choose another folder")
+    if kind is not None:
+        check_kind(cfg, kind)
     if earlier:
         check_refresh(output, cfg)
     tokenizer = load_tokenizer(cfg.tokenizer)
@@ -1118,8 +1133,6 @@ def prepare(cfg: DataConfig) -> dict:
                     kind = opened[id(source)][0].shape.kind
                     break
             kind = kind or "prompts"
-            if cfg.filter is not None and kind != "preference":
-                raise UserError(f"filter is for preference pairs and would have no effect on {kind}")
             for role, source in [*(("test", s) for s in test_sources), *(("new", s) for s in sources)]:
                 work, its_chunks = opened.pop(id(source), None) or chunks_of(source, role, cfg, kind, folder)
                 tally.sources.setdefault(work.source, {"shape": work.shape.name, "rows": 0, "kept": 0})

@@ -7,7 +7,7 @@ Writes `final/` (a causal language model that transformers and vLLM open as it i
 
 One step, as numbered in `train`: 1 sample responses. 2 score them. 3 log-probabilities of policy and
 reference, and values. 4 token rewards: minus kl_coef x KL on each token, plus the score on the last.
-5 advantages (GAE), whitened. 6 clipped updates. 7 KL controller, metrics, checkpoint.
+5 advantages. 6 clipped updates. 7 KL controller, metrics, checkpoint.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # not this folder, whose data.py would hide data/
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

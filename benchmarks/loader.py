@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # not this folder, whose data.py would hide data/
 
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet  # noqa: E402

@@ -213,6 +213,7 @@ def test_bad_input_ends_with_one_line_and_code_2(tmp_path, tiny, preferences):
         ("train_ppo.py", [*rl, "--reward_model.style", "function", "--reward_model.function", "test_ppo:constant", "--model.path", tmp_path / "short"], "exceed the model's 20 positions"),
         ("prepare_data.py", ["--source", tmp_path / "none.jsonl", "--tokenizer", tiny, "--output_dir", out], "none.jsonl does not exist"),
         ("evaluate.py", ["--policy.path", tiny, "--baseline.path", tiny, "--data", preferences, "--output_dir", out], "nothing to compare by"),
+        ("evaluate.py", ["--policy.path", tiny, "--baseline.path", tiny, "--data", preferences, "--output_dir", out, "--rules", '["gsm8k"]', "--policy.gradient_checkpointing", "true"], "policy.gradient_checkpointing has no effect"),
     ]
     for stage, options, message in cases:
         result = run(stage, *options, env={"PYTHONPATH": str(ROOT / "tests")})

@@ -23,7 +23,7 @@ import pyarrow.parquet
 import pytest
 
 from conftest import ROOT, byte_tokenizer, messages
-from prepare_data import Coverage, DataConfig, Filter, Source, in_test_split, prepare, prompt_key
+from prepare_data import Coverage, DataConfig, Filter, Source, WorkerKilled, in_test_split, prepare, prompt_key, workshop
 from utils.config import UserError, parse_config
 from utils.data import decode_response, encode_dialogues, encode_prompt, encode_response, encode_responses, load_rows
 from utils.models import load_tokenizer
@@ -313,6 +313,12 @@ def test_folders_with_splits_hidden_and_other_files(tmp_path, capsys):
     (tmp_path / "dir.jsonl").mkdir()
     write(tmp_path / "h.jsonl", [{"prompt": "h"}])
     assert rows_of(tmp_path / "*.jsonl") == [{"prompt": "h"}]
+    for name in ("dropped.jsonl", "coverage.jsonl"):  # what stage 1 writes about data is read if it is asked for by itself
+        write(tmp_path / "g" / name, [{"prompt": name}])
+    assert rows_of(tmp_path / "g" / "d*.jsonl") == [{"prompt": "dropped.jsonl"}]
+    with pytest.raises(UserError, match=r"\*ed.jsonl has no .jsonl"):
+        write(tmp_path / "g" / "contradicted.jsonl", [{"prompt": "c"}])
+        rows_of(tmp_path / "g" / "*ed.jsonl")
     with pytest.raises(UserError, match="neither a file here nor"):
         rows_of("x" * 300)
 
@@ -336,6 +342,11 @@ def test_csv_and_tsv(tmp_path):
     assert places_of(tmp_path / "bad.csv") == [":2", ":3", ":4", ":6", ":8", ":9"]
     (tmp_path / "pandas.csv").write_text(",prompt\n0,a\n1,b\n")  # with the index, as pandas writes it
     assert rows_of(tmp_path / "pandas.csv") == [{"Unnamed: 0": "0", "prompt": "a"}, {"Unnamed: 0": "1", "prompt": "b"}]
+    (tmp_path / "again.csv").write_text(",Unnamed: 0,prompt\n0,5,a\n")
+    assert rows_of(tmp_path / "again.csv") == [{"Unnamed: 0.1": "0", "Unnamed: 0": "5", "prompt": "a"}]
+    (tmp_path / "levels.csv").write_text(",,prompt\n0,5,a\n")
+    with pytest.raises(UserError, match=re.escape("found ['', '', 'prompt']")):
+        rows_of(tmp_path / "levels.csv")
     (tmp_path / "twice.csv").write_text("prompt,prompt\na,b\n")
     with pytest.raises(UserError, match="twice.csv:1: expected one different name"):
         rows_of(tmp_path / "twice.csv")
@@ -860,6 +871,24 @@ def test_a_killed_worker_is_one_line_and_what_is_finished_is_kept(tmp_path, tiny
 
     monkeypatch.setattr(shutil, "rmtree", look)
     assert prepare(parse_config(DataConfig, command[2:]))["rows_in"] == 40_000 and at_the_end == done
+
+
+def test_chunks_are_promised_and_kept_only_where_the_next_run_can_use_them(tmp_path, tiny):
+    tokenizer, output = load_tokenizer(tiny), tmp_path / "out"
+    for all_local in (True, False):  # of the hub nobody can say whether it changed
+        with pytest.raises(UserError) as error, workshop(DataConfig("x", tiny, str(output)), output, [], all_local, tokenizer, set()):
+            raise WorkerKilled("a worker was killed")
+        assert str(error.value) == "a worker was killed" + "; what is finished is kept" * all_local
+        assert (tmp_path / ".out.partial").exists() == all_local
+
+
+def test_options_without_effect_are_refused_before_the_earlier_output_is_read(tmp_path, tiny, monkeypatch):
+    import prepare_data
+
+    run(tmp_path, [{"prompt": "a", "ground_truth": "1"}], tiny)
+    monkeypatch.setattr(prepare_data, "read_file", None)
+    with pytest.raises(UserError, match="pairs would have no effect on prompts; remove it"):
+        run(tmp_path, [{"prompt": "b", "ground_truth": "2"}], tiny, refresh=True, overwrite=False, eval_fraction=None, pairs="all")
 
 
 def test_odd_places_for_the_output(tmp_path, tiny, monkeypatch):

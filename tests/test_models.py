@@ -462,13 +462,16 @@ def test_score_is_read_at_the_last_real_token_with_pad_equal_to_eos():
 
 
 def test_models_that_are_no_reward_models_are_refused(tiny, tmp_path):
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
     with pytest.raises(UserError, match="without a score head"):
         load_reward_model(ModelConfig(tiny), CPU)
     AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=2).save_pretrained(tmp_path / "two")
     with pytest.raises(UserError, match="has 2 outputs"):
         load_reward_model(ModelConfig(str(tmp_path / "two")), CPU)
+    BertForSequenceClassification(BertConfig(vocab_size=99, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, num_labels=1)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(UserError, match="bert is a BertForSequenceClassification without a linear head named score"):
+        load_reward_model(ModelConfig(str(tmp_path / "bert")), CPU)
     model = build_roles(ppo_config(tiny), CPU)
     save_final(model, load_tokenizer(tiny), ppo_config(tiny), tmp_path)
     with pytest.raises(UserError, match="LoRA folder without a score head"):

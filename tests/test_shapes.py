@@ -390,6 +390,8 @@ def test_trajectories():
         assert reason(row | change, shape) == "wrong_type", change
     assert one(row | {"response": " r\n"})["response"] == " r\n"  # its log-probabilities are those of these tokens
     assert reason({"prompt": "q", "completion": "r", "label": 3}, Shape("trajectories", "thumbs")) == "wrong_type"
+    for missing in (None, float("nan")):
+        assert reason({"prompt": "q", "completion": "r", "label": missing}, Shape("trajectories", "thumbs")) == "no_reward"
     thumbs = {"prompt": "q", "completion": "r", "label": False}
     assert one(thumbs, "trajectories")["reward"] == 0.0 and one(thumbs | {"label": True}, "trajectories")["reward"] == 1.0
 

@@ -33,7 +33,7 @@ class ModelConfig:
     """a folder, a .gguf file or a hub name"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """of the frozen weights and of the arithmetic; auto = bfloat16 where the hardware computes in it, else
-    float32. Trained weights are float32 in any case"""
+    float32. Trained weights are float32 in any case, except under ZeRO-3"""
     attn_implementation: str | None = None
     """sdpa, eager, flash_attention_2, ...; null = the transformers default"""
     gradient_checkpointing: bool = False

@@ -173,6 +173,8 @@ def load_reward_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype
         if config.num_labels != 1:
             raise UserError(f"{cfg.path} has {config.num_labels} outputs; a reward model has one")
         model = _from_pretrained(AutoModelForSequenceClassification, cfg.path, cfg, dtype)
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise UserError(f"{cfg.path} is a {type(model).__name__} without a linear head named score; a reward model is a decoder with that head, see train_reward.py")
     return freeze(model).to(device)
 
 

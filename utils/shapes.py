@@ -603,7 +603,7 @@ def logged_answer(row: dict, name: dict, score: str) -> tuple[list[dict], str, f
     answer = as_answer(row[name["response"]] if name["response"] else None, name["response"] or "response", prompt)
     column = name[score] or score
     value = row.get(column)
-    if value is None:
+    if value is None or score == "label" and value != value:  # tables write a missing label as NaN
         raise BadRow("no_reward", f"{column} is null or missing")
     if score == "reward":
         return prompt, answer, as_number(value, column)

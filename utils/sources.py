@@ -89,7 +89,7 @@ class Hub:
     data_dir: str | None = None
     """folder of the dataset, such as `harmless-base`"""
     split: str | None = None
-    """default: train; also chooses the split of a folder that `datasets` saved"""
+    """default: train; also chooses the split of a folder, be it that `datasets` saved it or that its files are named by split"""
     revision: str | None = None
     """commit or tag, for runs that can be repeated"""
     streaming: bool = False
@@ -130,13 +130,15 @@ def source_files(source: str, split: str | None = None) -> tuple[list[str], list
         found = [str(f) for f in path.rglob("*") if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]
     else:
         found = [f for f in glob.glob(source, recursive=True) if os.path.isfile(f)]
-    found = sorted(f for f in found if Path(f).name not in SIDECARS)
+    found = sorted(found)
     if not is_folder and not found:
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not source.endswith(SUFFIXES):
             return [], []
         raise UserError(f"source {source[:200]} does not exist, and no file matches it")
     if not is_folder and len(found) == 1:
         check_type(found[0])
+        return found, []
+    found = [f for f in found if Path(f).name not in SIDECARS]
     files = [f for f in found if f.endswith(SUFFIXES)]
     if is_folder:
         splits = {f: split_name(Path(f).relative_to(path)) for f in files}
@@ -144,7 +146,7 @@ def source_files(source: str, split: str | None = None) -> tuple[list[str], list
             files = [f for f in files if splits[f] == (split or "train")]
             left_out = [f for f in splits if f not in files]
     if not files:
-        raise UserError(f"source folder {source} has no {', '.join(SUFFIXES)} files" + (f" of the split {split or 'train'}" if left_out else ""))
+        raise UserError(f"source {source} has no {', '.join(SUFFIXES)} files" + (f" of the split {split or 'train'}" if left_out else ""))
     return files, left_out + [f for f in found if not f.endswith((*SUFFIXES, ".html", ".yaml", ".md"))]
 
 
@@ -368,11 +370,13 @@ def csv_chunks(file: str, stream, delimiter: str) -> Iterator[Chunk]:
     csv.field_size_limit(sys.maxsize)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")  # bad bytes are found later, by row
     reader = csv.reader(text, delimiter=delimiter, strict=True)
-    names = next(reader, None)
-    if names and not names[0].strip() and len(names) > 1:
-        names[0] = "Unnamed: 0"  # the index that pandas writes, by the name that it gives it
+    header = next(reader, None) or []
+    index = "Unnamed: 0"  # what pandas calls the index that it wrote without a name
+    while index in header:
+        index += ".1"
+    names = [index, *header[1:]] if len(header) > 1 and not header[0].strip() else header
     if not names or any(not name.strip() for name in names) or len(set(names)) < len(names):
-        raise UserError(f"{file}:1: expected one different name for each column in the first line, found {names}")
+        raise UserError(f"{file}:1: expected one different name for each column in the first line, found {header}")
 
     def rows():
         while True:
