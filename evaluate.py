@@ -251,7 +251,7 @@ def print_report(report: dict, n_samples: int) -> None:
     for label, before, after, change, interval in table_rows(report):
         print(f"{label:26}{before:>9}{after:>9}{change:>9}   {interval}")
     for sample in report["samples"][:n_samples]:
-        print(show(f"\n> {sample['prompt'][-200:]}"))
+        print(show(f"\n> {'…' * (len(sample['prompt']) > 200)}{sample['prompt'][-200:]}"))
         sides = [textwrap.wrap(sample[name]["response"], 46) or ["(empty)"] for name in ("baseline", "policy")]
         print(f"  {'before':48}after")
         for i in range(max(map(len, sides))):

@@ -176,8 +176,8 @@ class PPOConfig:
     """steps to run; give this or total_epochs"""
     total_epochs: float | None = None
     """passes over the prompts; give this or total_steps"""
-    lr: float = 1e-5
-    """learning rate of the policy (AdamW, constant)"""
+    lr: float = 1e-4
+    """learning rate of the policy (AdamW, constant); for LoRA, with lora null rather about 1e-6"""
     max_grad_norm: float = 1.0
     """gradients of policy and of critic are each scaled down to this norm"""
     save_every: int = 0
