@@ -176,8 +176,8 @@ class PPOConfig:
     """steps to run; give this or total_epochs"""
     total_epochs: float | None = None
     """passes over the prompts; give this or total_steps"""
-    lr: float = 1e-4
-    """learning rate of the policy (AdamW, constant); for LoRA, with lora null rather about 1e-6"""
+    lr: float | None = None
+    """learning rate of the policy (AdamW, constant); null = 1e-4 with lora, 1e-5 without"""
     max_grad_norm: float = 1.0
     """gradients of policy and of critic are each scaled down to this norm"""
     save_every: int = 0
@@ -706,7 +706,8 @@ def train(cfg: PPOConfig) -> list[dict]:
         open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
         record_run(folder, cfg)
     accelerator.wait_for_everyone()
-    base_lr = {"policy": cfg.lr, "critic": cfg.lr if cfg.critic.lr is None else cfg.critic.lr}
+    lr = (1e-5 if cfg.lora is None else 1e-4) if cfg.lr is None else cfg.lr
+    base_lr = {"policy": lr, "critic": lr if cfg.critic.lr is None else cfg.critic.lr}
     optimizer = torch.optim.AdamW(
         [{"params": parameters, "lr": base_lr[name]} for name, parameters in model.groups().items()], weight_decay=0.0
     )
@@ -919,7 +920,7 @@ def check_config(cfg: PPOConfig) -> None:
         raise UserError("give total_steps or total_epochs, and not both")
     if (cfg.total_epochs if cfg.total_steps is None else cfg.total_steps) <= 0:
         raise UserError("total_steps and total_epochs must be above 0")
-    if cfg.lr <= 0 or (cfg.critic.lr is not None and cfg.critic.lr <= 0):
+    if any(lr is not None and lr <= 0 for lr in (cfg.lr, cfg.critic.lr)):
         raise UserError("lr and critic.lr must be above 0")
     if cfg.seed < 0:
         raise UserError("seed must not be negative")

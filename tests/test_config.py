@@ -191,6 +191,11 @@ def run(stage, *options, env=None):
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}))
 
 
+def test_benchmarks_import_from_the_project():
+    code = "import runpy, sys; sys.path[0] = 'benchmarks'; runpy.run_path('benchmarks/ppo_step.py'); import data.demo.gold"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_bad_input_ends_with_one_line_and_code_2(tmp_path, tiny, preferences):
     tiny_llama(max_position_embeddings=20).save_pretrained(tmp_path / "short")
     byte_tokenizer().save_pretrained(tmp_path / "short")

@@ -780,15 +780,24 @@ def test_train_rows_are_shuffled_and_test_rows_keep_their_order(tmp_path, tiny):
     assert test == sorted(test)
 
 
+def started(tmp_path, tiny, rows, *options, **popen):
+    """Stage 1 in a process of its own with two workers, which has finished three chunks or more: (process, raw file, folder of chunks)."""
+    raw, chunks = write(tmp_path / "raw.jsonl", pairs(rows)), tmp_path / ".out.partial" / "chunks"
+    command = [sys.executable, "prepare_data.py", "--source", raw, "--tokenizer", tiny, "--output_dir", str(tmp_path / "out"), "--workers", "2", *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, **{"stderr": subprocess.DEVNULL} | popen)
+    while len(list(chunks.glob("*.arrow"))) < 3 and process.poll() is None:
+        time.sleep(0.02)
+    return process, raw, chunks
+
+
+def workers_of(process):
+    return [int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
 def test_a_run_that_is_killed_leaves_the_old_output_and_goes_on(tmp_path, tiny):
     run(tmp_path, pairs(5, start=9), tiny)
     old = load(tmp_path / "out", "train")
-    raw = write(tmp_path / "raw.jsonl", pairs(20_000))
-    command = [sys.executable, "prepare_data.py", "--source", raw, "--tokenizer", tiny, "--output_dir", str(tmp_path / "out"), "--overwrite", "true", "--workers", "2"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    chunks = tmp_path / ".out.partial" / "chunks"
-    while len(list(chunks.glob("*.arrow"))) < 3 and process.poll() is None:
-        time.sleep(0.02)
+    process, raw, chunks = started(tmp_path, tiny, 20_000, "--overwrite", "true", start_new_session=True)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert load(tmp_path / "out", "train") == old  # a reader sees the whole old output
@@ -833,12 +842,8 @@ def test_chunks_of_a_killed_run_are_used_again_only_if_nothing_changed(tmp_path,
 
 
 def test_workers_end_with_a_run_that_is_killed_and_two_runs_do_not_mix(tmp_path, tiny):
-    raw = write(tmp_path / "raw.jsonl", pairs(40_000))
-    command = [sys.executable, "prepare_data.py", "--source", raw, "--tokenizer", tiny, "--output_dir", str(tmp_path / "out"), "--workers", "2"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while len(list(tmp_path.glob(".out.partial/chunks/*.arrow"))) < 3 and process.poll() is None:
-        time.sleep(0.02)
-    workers = [int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()]
+    process, raw, _ = started(tmp_path, tiny, 40_000)
+    workers = workers_of(process)
     with pytest.raises(UserError, match="another run is preparing"):
         run(tmp_path, [], tiny, source=raw, eval_fraction=None)
     process.kill()
@@ -851,13 +856,8 @@ def test_workers_end_with_a_run_that_is_killed_and_two_runs_do_not_mix(tmp_path,
 
 
 def test_a_killed_worker_is_one_line_and_what_is_finished_is_kept(tmp_path, tiny, monkeypatch):
-    raw = write(tmp_path / "raw.jsonl", pairs(40_000))
-    command = [sys.executable, "prepare_data.py", "--source", raw, "--tokenizer", tiny, "--output_dir", str(tmp_path / "out"), "--workers", "2", "--eval_fraction", "0.0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    chunks = tmp_path / ".out.partial" / "chunks"
-    while len(list(chunks.glob("*.arrow"))) < 3 and process.poll() is None:
-        time.sleep(0.02)
-    os.kill(next(int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()), signal.SIGKILL)
+    process, _, chunks = started(tmp_path, tiny, 40_000, stderr=subprocess.PIPE, text=True)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 2 and error.count("\n") == 1 and error.startswith("error: a worker process was killed"), error
     done = {file.name: file.stat().st_mtime_ns for file in chunks.glob("*.arrow")}
@@ -870,7 +870,7 @@ def test_a_killed_worker_is_one_line_and_what_is_finished_is_kept(tmp_path, tiny
         original(folder, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", look)
-    assert prepare(parse_config(DataConfig, command[2:]))["rows_in"] == 40_000 and at_the_end == done
+    assert prepare(parse_config(DataConfig, process.args[2:]))["rows_in"] == 40_000 and at_the_end == done
 
 
 def test_chunks_are_promised_and_kept_only_where_the_next_run_can_use_them(tmp_path, tiny):

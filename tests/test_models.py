@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from train_reward import RewardTrainConfig, build_model, save_final as save_rewa
 from utils.config import LoraOptions, ModelConfig, UserError
 from utils.data import encode_prompt, encode_response
 from utils.models import (
-    chunked_logprobs, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, merged_state_dict,
+    chunked_logprobs, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, merged_state_dict, new_reward_model,
     score_at_end, write_stats,
 )
 from utils.rewards import RewardConfig, model_scores
@@ -462,7 +463,7 @@ def test_score_is_read_at_the_last_real_token_with_pad_equal_to_eos():
 
 
 def test_models_that_are_no_reward_models_are_refused(tiny, tmp_path):
-    from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification, BertModel
 
     with pytest.raises(UserError, match="without a score head"):
         load_reward_model(ModelConfig(tiny), CPU)
@@ -470,8 +471,10 @@ def test_models_that_are_no_reward_models_are_refused(tiny, tmp_path):
     with pytest.raises(UserError, match="has 2 outputs"):
         load_reward_model(ModelConfig(str(tmp_path / "two")), CPU)
     BertForSequenceClassification(BertConfig(vocab_size=99, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, num_labels=1)).save_pretrained(tmp_path / "bert")
-    with pytest.raises(UserError, match="bert is a BertForSequenceClassification without a linear head named score"):
-        load_reward_model(ModelConfig(str(tmp_path / "bert")), CPU)
+    BertModel(BertConfig(vocab_size=99, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(tmp_path / "trunk")
+    for folder, load in (("bert", load_reward_model), ("bert", partial(new_reward_model, seed=0)), ("trunk", partial(new_reward_model, seed=0))):
+        with pytest.raises(UserError, match=f"{folder} is a BertForSequenceClassification without a linear head named score"):
+            load(ModelConfig(str(tmp_path / folder)), CPU)
     model = build_roles(ppo_config(tiny), CPU)
     save_final(model, load_tokenizer(tiny), ppo_config(tiny), tmp_path)
     with pytest.raises(UserError, match="LoRA folder without a score head"):

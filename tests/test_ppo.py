@@ -165,6 +165,12 @@ def test_warmup_moves_the_critic_only(tiny):
         assert torch.equal(after[name], parameter) == (not before._is_critic(name)), name
 
 
+@pytest.mark.parametrize("lora, lr", [(LoraOptions(r=4), 1e-4), (None, 1e-5)])
+def test_default_learning_rates(tiny, preferences, tmp_path, lora, lr):
+    cfg = base_config(tiny, preferences, tmp_path / "run", lora=lora, lr=None, critic=CriticConfig(kind="separate"), total_steps=1)
+    assert [(s["policy/lr"], s["critic/lr"]) for s in train(cfg)] == [(lr, lr)]
+
+
 @pytest.mark.parametrize("kind", ["adapter", "shared"])
 def test_warmup_leaves_the_policy_and_its_optimizer_alone(tiny, preferences, tmp_path, kind):
     cfg = base_config(tiny, preferences, tmp_path / "run", critic=CriticConfig(kind=kind, warmup_steps=2), total_steps=3)

@@ -173,8 +173,6 @@ def load_reward_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype
         if config.num_labels != 1:
             raise UserError(f"{cfg.path} has {config.num_labels} outputs; a reward model has one")
         model = _from_pretrained(AutoModelForSequenceClassification, cfg.path, cfg, dtype)
-    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise UserError(f"{cfg.path} is a {type(model).__name__} without a linear head named score; a reward model is a decoder with that head, see train_reward.py")
     return freeze(model).to(device)
 
 
@@ -197,8 +195,6 @@ def new_reward_model(cfg: ModelConfig, device: torch.device, seed: int, dtype: t
     model = _from_pretrained(
         AutoModelForSequenceClassification, cfg.path, cfg, dtype or model_dtype(cfg.dtype, device), num_labels=1
     )
-    if not hasattr(model, "score"):
-        raise UserError(f"{cfg.path}: {type(model).__name__} has no `score` head; choose a decoder model")
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(model.score.weight.shape, generator=generator) / (model.score.in_features + 1) ** 0.5
     model.score.weight.data.copy_(weight)
@@ -226,7 +222,9 @@ def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype
         raise UserError(f"no model at {path}: {_first_line(error)}") from None
     finally:
         logging.set_verbosity(level)
-    if isinstance(getattr(model, "score", None), nn.Linear):
+    if auto_class.__name__ == "AutoModelForSequenceClassification":
+        if not isinstance(getattr(model, "score", None), nn.Linear):
+            raise UserError(f"{path} is a {type(model).__name__} without a linear head named score; choose a decoder model")
         head = ScalarHead(model.score.in_features, model.score.out_features, bias=model.score.bias is not None)
         head.load_state_dict(model.score.state_dict())
         model.score = head
