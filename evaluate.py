@@ -17,12 +17,37 @@ from typing import Literal
 
 import torch
 
-from utils.config import ModelConfig, UserError, check_output_dir, open_output_dir, record_run, run_stage, write_json, write_text
+from utils.config import (
+    ModelConfig,
+    UserError,
+    check_output_dir,
+    open_output_dir,
+    record_run,
+    run_stage,
+    write_json,
+    write_text,
+)
 from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.launch import gather_lists, split_for_rank, start_accelerator
-from utils.models import LOGITS_CHUNK, arithmetic, eos_ids, last_hidden, load_causal_lm, load_tokenizer, max_positions, project
+from utils.models import (
+    LOGITS_CHUNK,
+    arithmetic,
+    eos_ids,
+    last_hidden,
+    load_causal_lm,
+    load_tokenizer,
+    max_positions,
+    project,
+)
 from utils.report import curves_svg, figure_svg, new_figure, page, table
-from utils.rewards import RewardConfig, check_ground_truth, check_reward_config, function_scorer, reward_model_scorer, rule_scorer
+from utils.rewards import (
+    RewardConfig,
+    check_ground_truth,
+    check_reward_config,
+    function_scorer,
+    reward_model_scorer,
+    rule_scorer,
+)
 from utils.rollout import generate
 from utils.tensors import pad_rows
 from utils.tracking import peak_memory_gb, progress_bar, read_metrics
@@ -96,7 +121,9 @@ def wins(baseline: list[float], policy: list[float]) -> list[float]:
 
 
 @torch.no_grad()
-def kl_per_token(policy, baseline, prompts, responses, pad_id: int, micro: int, device, dtype, bar=None) -> list[float]:
+def kl_per_token(
+    policy, baseline, prompts, responses, pad_id: int, micro: int, device, dtype, bar=None
+) -> list[float]:
     """KL(policy || baseline) of each response: exact over the vocabulary, mean over its tokens, nats, temperature 1."""
     results = [0.0] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(responses[i]))
@@ -147,17 +174,35 @@ def evaluate(cfg: EvaluateConfig) -> dict:
         with progress_bar(label=f"{name} answers", unit="prompts", total=len(mine)) as bar:
             stop_ids = eos_ids(tokenizer, model)
             responses = generate(
-                model, prompts, cfg.max_response_length, cfg.temperature, stop_ids, tokenizer.pad_token_id, progress=bar
+                model,
+                prompts,
+                cfg.max_response_length,
+                cfg.temperature,
+                stop_ids,
+                tokenizer.pad_token_id,
+                progress=bar,
             )
         for result, ids in zip(results, responses):
             result[name] = {
-                "response": decode_response(tokenizer, ids), "response_length": len(ids), "truncated": ids[-1] not in stop_ids
+                "response": decode_response(tokenizer, ids),
+                "response_length": len(ids),
+                "truncated": ids[-1] not in stop_ids,
             }
     same_vocabulary = tokenizers["policy"].get_vocab() == tokenizers["baseline"].get_vocab()
     if same_vocabulary:
         with progress_bar(label="KL", unit="responses", total=len(mine)) as bar:
             dtype = next(models["policy"].parameters()).dtype
-            kl = kl_per_token(models["policy"], models["baseline"], prompts, responses, tokenizer.pad_token_id, micro, device, dtype, bar)
+            kl = kl_per_token(
+                models["policy"],
+                models["baseline"],
+                prompts,
+                responses,
+                tokenizer.pad_token_id,
+                micro,
+                device,
+                dtype,
+                bar,
+            )
         for result, value in zip(results, kl):
             result["policy"]["kl_per_token"] = value
     del models, model
@@ -180,16 +225,23 @@ def evaluate(cfg: EvaluateConfig) -> dict:
     # 4. report
     metrics = [*scorers, "response_length", "truncated"]
     comparison = {
-        metric: compare([r["baseline"][metric] for r in results], [r["policy"][metric] for r in results], cfg.seed) for metric in metrics
+        metric: compare([r["baseline"][metric] for r in results], [r["policy"][metric] for r in results], cfg.seed)
+        for metric in metrics
     }
     judge = next((m for m in ("gold_score", "reward_score") if m in scorers), metrics[0])
     won = wins([r["baseline"][judge] for r in results], [r["policy"][judge] for r in results])
     comparison["win_rate"] = compare([0.5] * len(won), won, cfg.seed)
     if same_vocabulary:
-        comparison["kl_per_token"] = compare([0.0] * len(results), [r["policy"]["kl_per_token"] for r in results], cfg.seed)
+        comparison["kl_per_token"] = compare(
+            [0.0] * len(results), [r["policy"]["kl_per_token"] for r in results], cfg.seed
+        )
     report = {
-        "comparison": comparison, "win_rate_judge": judge, "temperature": cfg.temperature,
-        "policy": cfg.policy.path, "baseline": cfg.baseline.path, "samples": results,
+        "comparison": comparison,
+        "win_rate_judge": judge,
+        "temperature": cfg.temperature,
+        "policy": cfg.policy.path,
+        "baseline": cfg.baseline.path,
+        "samples": results,
     }
     if accelerator.is_main_process:
         folder = open_output_dir(cfg.output_dir, cfg.overwrite)
@@ -228,19 +280,32 @@ def build_scorer(cfg: EvaluateConfig, device):
 # ------------------------------------------------------------------------------------------------------ report
 
 LABELS = {
-    "gold_score": "gold score", "reward_score": "reward score", "win_rate": "win rate", "kl_per_token": "KL per token (nats)",
-    "response_length": "response length (tokens)", "truncated": "cut off (share)",
+    "gold_score": "gold score",
+    "reward_score": "reward score",
+    "win_rate": "win rate",
+    "kl_per_token": "KL per token (nats)",
+    "response_length": "response length (tokens)",
+    "truncated": "cut off (share)",
 }
 
 
 def table_rows(report: dict) -> list[list[str]]:
     rows = []
-    for metric in [*(m for m in LABELS if m in report["comparison"]), *(m for m in report["comparison"] if m not in LABELS)]:
+    for metric in [
+        *(m for m in LABELS if m in report["comparison"]),
+        *(m for m in report["comparison"] if m not in LABELS),
+    ]:
         c = report["comparison"][metric]
         low, high = c["ci95"]
-        rows.append([
-            LABELS.get(metric, metric), f"{c['baseline']:.3f}", f"{c['policy']:.3f}", f"{c['difference']:+.3f}", f"[{low:+.3f}, {high:+.3f}]"
-        ])
+        rows.append(
+            [
+                LABELS.get(metric, metric),
+                f"{c['baseline']:.3f}",
+                f"{c['policy']:.3f}",
+                f"{c['difference']:+.3f}",
+                f"[{low:+.3f}, {high:+.3f}]",
+            ]
+        )
     return rows
 
 
@@ -279,18 +344,24 @@ def html_report(report: dict, curves: list[dict]) -> str:
     judge = report["win_rate_judge"]
     samples = "".join(
         f"<tr><td>{html.escape(s['prompt'])}</td>"
-        + "".join(f"<td>{html.escape(s[name]['response'])}<br><small>{s[name][judge]:.3f}</small></td>" for name in ("baseline", "policy"))
+        + "".join(
+            f"<td>{html.escape(s[name]['response'])}<br><small>{s[name][judge]:.3f}</small></td>"
+            for name in ("baseline", "policy")
+        )
         + "</tr>"
         for s in report["samples"]
     )
-    return page("Before and after", f"""
+    return page(
+        "Before and after",
+        f"""
 <p>Baseline <code>{html.escape(report["baseline"])}</code>, policy <code>{html.escape(report["policy"])}</code>;
 {len(report["samples"])} held-out prompts, temperature {report["temperature"]}; win rate judged by {judge}.
 Intervals are 95% bootstrap intervals of the change, over prompts.</p>
 {table(["", "before", "after", "change", "95% interval"], table_rows(report))}
 <h2>Scores</h2>{figure_svg(figure)}{"<h2>Training</h2>" + training if training else ""}
 <h2>All answers</h2><table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>
-<script type="application/json" id="comparison">{json.dumps(report["comparison"])}</script>""")
+<script type="application/json" id="comparison">{json.dumps(report["comparison"])}</script>""",
+    )
 
 
 if __name__ == "__main__":

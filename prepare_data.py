@@ -3,7 +3,7 @@
     python prepare_data.py --source data/demo/preferences.jsonl --tokenizer MODEL --output_dir out/data
     python prepare_data.py --config configs/gsm8k_data.yaml
 
-Reads what utils/sources.py reads. Each source's shape is recognised and printed. Rows that cannot be used are dropped,
+Reads what dataprep/sources.py reads. Each source's shape is recognised and printed. Rows that cannot be used are dropped,
 counted by reason and listed in dropped.jsonl; lengths are measured in tokens after the chat template.
 
 Two passes, neither of which holds the data in memory. Workers turn chunks of raw rows into checked rows with keys, one
@@ -33,11 +33,37 @@ from typing import Literal, NamedTuple
 import numpy as np
 import yaml
 
+from dataprep.shapes import (
+    ANSWERS,
+    GROUPED,
+    PAIRED,
+    USES,
+    Columns,
+    Shape,
+    as_messages,
+    convert,
+    detect_shape,
+    detect_source,
+    group_rows,
+    to_json,
+)
+from dataprep.similarity import (
+    MINIMA,
+    Groups,
+    bands,
+    combine,
+    hash64,
+    one_byte,
+    plain,
+    signatures,
+    similarity,
+    tfidf,
+    word_rarity,
+)
+from dataprep.sources import Chunk, Hub, hub_label, is_local, is_saved, read_file, read_source, source_files
 from utils.config import UserError, check_output_dir, record_run, run_stage, to_dict, write_json, write_text
 from utils.data import COLUMNS, encode_dialogues, encode_prompt, encode_response, encode_responses, folder_kind, show
-from utils.shapes import ANSWERS, GROUPED, PAIRED, USES, Columns, Shape, as_messages, convert, detect_shape, detect_source, group_rows, to_json
-from utils.similarity import MINIMA, Groups, bands, combine, hash64, one_byte, plain, signatures, similarity, tfidf, word_rarity
-from utils.sources import BadRow, Chunk, Hub, hub_label, is_local, is_saved, read_file, read_source, source_files
+from utils.rows import BadRow
 from utils.tracking import progress_bar
 
 ROWS_PER_SHARD = 100_000
@@ -144,10 +170,14 @@ def encode_rows(rows: list[dict], kind: str, tokenizer) -> list[dict | BadRow]:
             try:
                 prompts.append(encode_prompt(tokenizer, row["prompt"]))
             except Exception as error:
-                prompts.append(BadRow("refused_by_template", (str(error).strip() or type(error).__name__).splitlines()[0]))
+                prompts.append(
+                    BadRow("refused_by_template", (str(error).strip() or type(error).__name__).splitlines()[0])
+                )
     answers = encode_responses(tokenizer, [row[name] for row in rows for name in names]) if names else []
     return [
-        ids if isinstance(ids, BadRow) else {"prompt": ids} | dict(zip(names, answers[i * len(names) : (i + 1) * len(names)]))
+        ids
+        if isinstance(ids, BadRow)
+        else {"prompt": ids} | dict(zip(names, answers[i * len(names) : (i + 1) * len(names)]))
         for i, ids in enumerate(prompts)
     ]
 
@@ -169,7 +199,9 @@ def shorten_prompt(row: dict, tokenizer, limit: int) -> list[int] | None:
 def shorten_answer(row: dict, name: str, tokenizer, limit: int) -> list[int]:
     """Cut the end off, so that the text and eos have at most `limit` tokens and no character is cut in two."""
     text = row[name]
-    spans = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)["offset_mapping"]
+    spans = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)[
+        "offset_mapping"
+    ]
     for keep in range(limit - 1, 0, -1):
         cut = text[: spans[keep - 1][1]]
         cut = cut if name == "response" else cut.rstrip()
@@ -192,7 +224,9 @@ def check_lengths(row: dict, ids: dict, kind: str, tokenizer, cfg: DataConfig) -
     changed, whole = [], dict(ids)
     n = len(ids["prompt"])
     if n > cfg.max_prompt_length:
-        shorter = shorten_prompt(row, tokenizer, cfg.max_prompt_length) if cfg.long_prompt == "keep_last_turns" else None
+        shorter = (
+            shorten_prompt(row, tokenizer, cfg.max_prompt_length) if cfg.long_prompt == "keep_last_turns" else None
+        )
         if shorter is None:
             raise BadRow("prompt_too_long", f"{n} tokens, limit {cfg.max_prompt_length}")
         ids["prompt"] = shorter
@@ -254,11 +288,19 @@ def row_keys(rows: list[dict], kind: str, threshold: float | None) -> dict[str, 
     numbers = [[" ".join(re.findall(r"\d+", text)) for text in row] for row in texts]
     prompt_numbers = np.array([hash64(n[0]) for n in numbers], dtype=np.uint64)
     more = {"trajectories": "reward", "prompts": "ground_truth"}.get(kind)
-    all_numbers = np.array([hash64(*n, str(row[more]) if more else "") for n, row in zip(numbers, rows)], dtype=np.uint64)
-    keys["near_row"] = np.stack(
-        [combine(sketch[:, :, band].reshape(len(rows), -1), all_numbers + np.uint64(i)) for i, band in enumerate(bands(threshold, 1 + len(fields)))], 1
+    all_numbers = np.array(
+        [hash64(*n, str(row[more]) if more else "") for n, row in zip(numbers, rows)], dtype=np.uint64
     )
-    keys["near_prompt"] = np.stack([combine(sketch[:, 0, band], prompt_numbers + np.uint64(i)) for i, band in enumerate(bands(threshold, 1))], 1)
+    keys["near_row"] = np.stack(
+        [
+            combine(sketch[:, :, band].reshape(len(rows), -1), all_numbers + np.uint64(i))
+            for i, band in enumerate(bands(threshold, 1 + len(fields)))
+        ],
+        1,
+    )
+    keys["near_prompt"] = np.stack(
+        [combine(sketch[:, 0, band], prompt_numbers + np.uint64(i)) for i, band in enumerate(bands(threshold, 1))], 1
+    )
     keys["sketch"] = one_byte(sketch)
     return keys
 
@@ -344,8 +386,12 @@ def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
                 raise ids
             shortened.update(check_lengths(row, ids, kind, tokenizer, cfg))
             content = {k: v for k, v in row.items() if k != "metadata"}
-            row["id"] = hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
-            if _worker["excluded"] and (row["id"] in _worker["excluded"] or excluded_prompt(row["prompt"], cfg.prompt_suffix)):
+            row["id"] = hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[
+                :16
+            ]
+            if _worker["excluded"] and (
+                row["id"] in _worker["excluded"] or excluded_prompt(row["prompt"], cfg.prompt_suffix)
+            ):
                 raise BadRow("excluded", "listed in exclude")
         except BadRow as bad:
             dropped.append((place, bad.reason, bad.detail))
@@ -353,7 +399,16 @@ def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
         kept.append(row | {"source": work.source, "_place": place})
         lengths.append([len(ids[name]) for name in ("prompt", *ANSWERS[kind])])
 
-    stats = {"source": work.source, "role": work.role, "weight": work.weight, "rows": n, "candidates": candidates, "kept": len(kept), "dropped": dropped, "shortened": dict(shortened)}
+    stats = {
+        "source": work.source,
+        "role": work.role,
+        "weight": work.weight,
+        "rows": n,
+        "candidates": candidates,
+        "kept": len(kept),
+        "dropped": dropped,
+        "shortened": dict(shortened),
+    }
     keys = row_keys(kept, kind, cfg.near_duplicates) if kept else {}
     write_chunk(file, kept, kind, keys | {"lengths": np.array(lengths, dtype=np.int32)}, stats)
     return stats
@@ -372,7 +427,10 @@ def write_chunk(file: Path, rows: list[dict], kind: str, keys: dict[str, np.ndar
         names.append(f"_{name}")
     table = pa.table(columns, names=names).replace_schema_metadata({"stats": json.dumps(stats)})
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+    with (
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer,
+    ):
         writer.write_table(table)
     os.replace(temporary, file)
 
@@ -404,7 +462,11 @@ def chunk_keys(file: Path, names: list[str]) -> dict[str, np.ndarray]:
     for name in names:
         column = table[f"_{name}"].combine_chunks()
         nested = hasattr(column, "flatten") and column.type.num_fields
-        out[name] = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1) if nested else column.to_numpy(zero_copy_only=False)
+        out[name] = (
+            column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
+            if nested
+            else column.to_numpy(zero_copy_only=False)
+        )
     return out
 
 
@@ -412,13 +474,25 @@ def chunk_keys(file: Path, names: list[str]) -> dict[str, np.ndarray]:
 
 
 REASONS = (
-    "", "duplicate", "already_there", "contradicting_labels", "near_duplicate", "prompt_in_test", "prompt_in_train", "near_test_prompt",
-    "left_out_by_weight", "contradicted_by_reward_model",
+    "",
+    "duplicate",
+    "already_there",
+    "contradicting_labels",
+    "near_duplicate",
+    "prompt_in_test",
+    "prompt_in_train",
+    "near_test_prompt",
+    "left_out_by_weight",
+    "contradicted_by_reward_model",
 )
 CODE = {reason: code for code, reason in enumerate(REASONS)}
 ASKED_FOR = ("excluded", "already_there", "left_out_by_weight", "contradicted_by_reward_model")  # no bad rows
 TRAIN, TEST = 0, 1
-OLD, OFFICIAL, NEW = 0, 1, 2  # rows of the earlier output, of eval_source, and of source; in doubt the first of these stay
+OLD, OFFICIAL, NEW = (
+    0,
+    1,
+    2,
+)  # rows of the earlier output, of eval_source, and of source; in doubt the first of these stay
 
 
 class Decisions:
@@ -458,7 +532,10 @@ def decide(chunks: list[dict], cfg: DataConfig, folder: Path) -> Decisions:
                 continue
             mine = d.rows(i)
             role[mine] = {"new": NEW, "test": OFFICIAL, "old": OLD}[chunk["role"]]
-            keys = chunk_keys(chunk["file"], ["id", "prompt", "subject", "label", *(["near_row", "near_prompt", "sketch"] if near else [])])
+            keys = chunk_keys(
+                chunk["file"],
+                ["id", "prompt", "subject", "label", *(["near_row", "near_prompt", "sketch"] if near else [])],
+            )
             if chunk["role"] == "new":
                 d.side[mine] = in_test_split(keys["prompt"], cfg.seed, fraction)
                 chance = keys["id"].astype(np.float64) / 2**64
@@ -469,7 +546,9 @@ def decide(chunks: list[dict], cfg: DataConfig, folder: Path) -> Decisions:
                 sketch_width = keys["sketch"].shape[1]
                 sketches.write(keys.pop("sketch").tobytes())
             left_out = (d.side[mine] == TRAIN) & (d.copies[mine] == 0)
-            d.code[mine][left_out] = CODE["left_out_by_weight"]  # before the rules, so that no other row goes because of it
+            d.code[mine][left_out] = CODE[
+                "left_out_by_weight"
+            ]  # before the rules, so that no other row goes because of it
             rows = np.arange(mine.start, mine.stop, dtype=np.uint64)[~left_out]
             keys = {name: values[~left_out] for name, values in keys.items()}
             groups["id"].add(keys["id"], rows)
@@ -483,14 +562,29 @@ def decide(chunks: list[dict], cfg: DataConfig, folder: Path) -> Decisions:
         rows = entries[:, 1].astype(np.int64)
         leaders = np.repeat(rows[starts], np.diff([*starts, len(rows)]))
         for row, leader in np.stack([rows, leaders], 1)[rows != leaders].tolist():
-            d.drop(row, "already_there" if role[leader] == OLD else "prompt_in_test" if role[row] != role[leader] else "duplicate", leader)
+            d.drop(
+                row,
+                "already_there"
+                if role[leader] == OLD
+                else "prompt_in_test"
+                if role[row] != role[leader]
+                else "duplicate",
+                leader,
+            )
 
     for entries, starts in groups["subject"].shared(3):
         rows, labels = entries[:, 1].astype(np.int64), entries[:, 2]
         differ = np.minimum.reduceat(labels, starts) != np.maximum.reduceat(labels, starts)
         for a, b in zip(starts[differ].tolist(), np.r_[starts[1:], len(rows)][differ].tolist()):
             for row, label in zip(rows[a:b].tolist(), labels[a:b].tolist()):
-                twin = next((r for r, other in zip(rows[a:b].tolist(), labels[a:b].tolist()) if other != label and role[r] <= role[row]), None)
+                twin = next(
+                    (
+                        r
+                        for r, other in zip(rows[a:b].tolist(), labels[a:b].tolist())
+                        if other != label and role[r] <= role[row]
+                    ),
+                    None,
+                )
                 if role[row] != OLD and twin is not None:
                     d.drop(row, "contradicting_labels", twin)
 
@@ -513,7 +607,9 @@ def decide(chunks: list[dict], cfg: DataConfig, folder: Path) -> Decisions:
         with open(folder / "sketches.bin", "rb") as sketches:
             drop_near(groups["near_row"], d, sketches, sketch_width, cfg.near_duplicates, prompts=False)
             drop_near(groups["near_prompt"], d, sketches, sketch_width, cfg.near_duplicates, prompts=True)
-    d.copies[(d.side == TEST) | (d.copies == 0)] = 1  # weights are for training; a row that changed its side was not left out
+    d.copies[(d.side == TEST) | (d.copies == 0)] = (
+        1  # weights are for training; a row that changed its side was not left out
+    )
     return d
 
 
@@ -530,7 +626,12 @@ def drop_near(groups: Groups, d: Decisions, sketches, width: int, threshold: flo
         if len(pairs):
             pairs = np.unique(pairs, axis=0)
             for block in np.array_split(pairs, -(-len(pairs) // 20_000)):
-                a, b = (read_sketches(sketches, block[:, c], width).reshape(-1, fields, MINIMA)[:, : 1 if prompts else fields] for c in (0, 1))
+                a, b = (
+                    read_sketches(sketches, block[:, c], width).reshape(-1, fields, MINIMA)[
+                        :, : 1 if prompts else fields
+                    ]
+                    for c in (0, 1)
+                )
                 near.append(block[(similarity(a, b) >= threshold).all(1)])
     for row, other in np.unique(np.concatenate(near), axis=0).tolist() if near else []:
         if d.code[row] or d.code[other]:
@@ -551,7 +652,10 @@ def near_candidates(rows: np.ndarray, starts: np.ndarray, d: Decisions, prompts:
     group = np.repeat(np.arange(len(starts)), np.diff([*starts, len(rows)]))
     if prompts:
         first, second = np.flatnonzero(live & ~test), np.flatnonzero(live & test)
-        begin, end = np.searchsorted(group[second], group[first], "left"), np.searchsorted(group[second], group[first], "right")
+        begin, end = (
+            np.searchsorted(group[second], group[first], "left"),
+            np.searchsorted(group[second], group[first], "right"),
+        )
         for k in range(16):
             have = begin + k < end
             pairs.append(np.stack([rows[first[have]], rows[second[(begin + k)[have]]]], 1))
@@ -600,7 +704,11 @@ def kept_rows(chunks: list[dict], d: Decisions, kind: str, side: int, seed: int 
             rows = d.rows(i)
             times = np.where((d.code[rows] == 0) & (d.side[rows] == side), d.copies[rows], 0)
             if times.any():
-                tables.append(read_chunk(chunks[i]["file"], list(COLUMNS[kind])).take(pa.array(np.repeat(np.arange(len(times)), times))))
+                tables.append(
+                    read_chunk(chunks[i]["file"], list(COLUMNS[kind])).take(
+                        pa.array(np.repeat(np.arange(len(times)), times))
+                    )
+                )
         if tables:
             table = pa.concat_tables(tables)
             yield table.take(pa.array(rng.permutation(len(table)))) if seed is not None else table
@@ -632,7 +740,9 @@ def write_split(tables: Iterator, split: str, rows: int, kind: str, folder: Path
 
 
 @contextmanager
-def workshop(cfg: DataConfig, output: Path, files: list[str], all_local: bool, tokenizer, excluded: set[str]) -> Iterator[Path]:
+def workshop(
+    cfg: DataConfig, output: Path, files: list[str], all_local: bool, tokenizer, excluded: set[str]
+) -> Iterator[Path]:
     """The folder beside output_dir for what is not finished; what an equal run left there is used again. files: all local ones.
 
     Equal means: the same settings, tokenizer, template, exclusions, code, and local files that have not changed; of the hub
@@ -641,11 +751,25 @@ def workshop(cfg: DataConfig, output: Path, files: list[str], all_local: bool, t
     from utils.models import template_fingerprint
 
     folder = output.with_name(f".{output.name}.partial")
-    code = [Path(__file__), *(Path(__file__).parent / "utils" / f"{name}.py" for name in ("sources", "shapes", "similarity", "data"))]
+    code = [
+        Path(__file__),
+        *sorted((Path(__file__).parent / "dataprep").glob("*.py")),
+        *(Path(__file__).parent / "utils" / f"{name}.py" for name in ("data", "rows")),
+    ]
     files = files + sorted(map(str, output.glob("*.parquet")))
-    settings = {k: v for k, v in to_dict(cfg).items() if k not in ("workers", "overwrite", "coverage", "filter", "on_bad_row")}
+    settings = {
+        k: v for k, v in to_dict(cfg).items() if k not in ("workers", "overwrite", "coverage", "filter", "on_bad_row")
+    }
     stamp = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
-    about = json.dumps([settings, stamp, template_fingerprint(tokenizer), sorted(excluded), [hash64(file.read_text(encoding="utf-8")) for file in code]])
+    about = json.dumps(
+        [
+            settings,
+            stamp,
+            template_fingerprint(tokenizer),
+            sorted(excluded),
+            [hash64(file.read_text(encoding="utf-8")) for file in code],
+        ]
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "w")
@@ -697,7 +821,9 @@ def replace_folder(new: Path, output: Path) -> None:
             os.rename(output, old)
         os.rename(new, output)
     except OSError as error:
-        raise UserError(f"output_dir {output} cannot be replaced ({error.strerror}); the finished data is in {new}") from None
+        raise UserError(
+            f"output_dir {output} cannot be replaced ({error.strerror}); the finished data is in {new}"
+        ) from None
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -776,12 +902,20 @@ def drop_contradicted(cfg: DataConfig, chunks: list[dict], d: Decisions, aside) 
             if not len(mine):
                 continue
             rows = read_chunk(chunk["file"], list(COLUMNS["preference"])).take(mine).to_pylist()
-            scores = scorer([row["prompt"] for row in rows] * 2, [row["chosen"] for row in rows] + [row["rejected"] for row in rows], {})
+            scores = scorer(
+                [row["prompt"] for row in rows] * 2,
+                [row["chosen"] for row in rows] + [row["rejected"] for row in rows],
+                {},
+            )
             for place, row, chosen, rejected in zip(mine.tolist(), rows, scores, scores[len(rows) :]):
                 probability = 0.5 + 0.5 * np.tanh((chosen - rejected) / temperature / 2)  # sigmoid
                 if probability < cfg.filter.min_probability:
                     d.drop(int(d.first[i]) + place, "contradicted_by_reward_model")
-                    scored = {"probability": float(f"{probability:.4g}"), "score_chosen": chosen, "score_rejected": rejected}
+                    scored = {
+                        "probability": float(f"{probability:.4g}"),
+                        "score_chosen": chosen,
+                        "score_rejected": rejected,
+                    }
                     aside.write(json.dumps(row | scored, ensure_ascii=False) + "\n")
             bar.update(len(rows))
 
@@ -799,7 +933,9 @@ def measure_coverage(cfg: DataConfig, folder: Path) -> dict:
                 shape = detect_shape(row, Columns(), "prompts")
                 real.append((place, convert(row, shape, Columns())[0]["prompt"][-1]["content"]))
             except (BadRow, UserError) as error:
-                raise UserError(f"{place}: {getattr(error, 'detail', error)}; coverage.prompts needs rows with a prompt") from None
+                raise UserError(
+                    f"{place}: {getattr(error, 'detail', error)}; coverage.prompts needs rows with a prompt"
+                ) from None
     if not real:
         raise UserError(f"coverage.prompts {cfg.coverage.prompts} has no rows")
 
@@ -816,12 +952,25 @@ def measure_coverage(cfg: DataConfig, folder: Path) -> dict:
         for i in np.flatnonzero(likeness.max(1) > best):
             best[i], nearest[i] = likeness[i].max(), texts[likeness[i].argmax()]
     order = np.argsort(best, kind="stable")
-    lines = [{"place": real[i][0], "similarity": round(float(best[i]), 4), "covered": bool(best[i] >= cfg.coverage.min_similarity), "prompt": real[i][1], "nearest": nearest[i]} for i in order]
+    lines = [
+        {
+            "place": real[i][0],
+            "similarity": round(float(best[i]), 4),
+            "covered": bool(best[i] >= cfg.coverage.min_similarity),
+            "prompt": real[i][1],
+            "nearest": nearest[i],
+        }
+        for i in order
+    ]
     write_text(folder / "coverage.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     covered = sum(line["covered"] for line in lines)
     return {
-        "prompts": len(real), "covered": covered, "share": round(covered / len(real), 4), "min_similarity": cfg.coverage.min_similarity,
-        "median_similarity": round(float(np.median(best)), 4), "loneliest": lines[:5],
+        "prompts": len(real),
+        "covered": covered,
+        "share": round(covered / len(real), 4),
+        "min_similarity": cfg.coverage.min_similarity,
+        "median_similarity": round(float(np.median(best)), 4),
+        "loneliest": lines[:5],
     }
 
 
@@ -875,7 +1024,11 @@ class Tally:
                 counts = np.bincount(column, minlength=len(before))
                 counts[: len(before)] += before
                 self.histograms[name] = counts
-            self.longer_chosen += float((lengths[:, 1] > lengths[:, 2]).sum() + (lengths[:, 1] == lengths[:, 2]).sum() / 2) if kind == "preference" else 0
+            self.longer_chosen += (
+                float((lengths[:, 1] > lengths[:, 2]).sum() + (lengths[:, 1] == lengths[:, 2]).sum() / 2)
+                if kind == "preference"
+                else 0
+            )
         self.file.close()
 
     def report(self, kind: str, rows_out: dict[str, int]) -> dict:
@@ -899,7 +1052,10 @@ class Tally:
 def percentiles(histogram: np.ndarray) -> dict[str, int]:
     """Of lengths whose counts are `histogram`."""
     total, below = histogram.sum(), np.cumsum(histogram)
-    return {f"p{p}": int(np.searchsorted(below, min(total - 1, total * p // 100), side="right")) for p in (0, 50, 90, 99, 100)}
+    return {
+        f"p{p}": int(np.searchsorted(below, min(total - 1, total * p // 100), side="right"))
+        for p in (0, 50, 90, 99, 100)
+    }
 
 
 def report_page(report: dict, histograms: dict[str, np.ndarray], examples: list[dict], kind: str, tokenizer) -> str:
@@ -913,10 +1069,27 @@ def report_page(report: dict, histograms: dict[str, np.ndarray], examples: list[
     body += f"{out['train']:,} train and {out['test']:,} test rows written, {sum(report['dropped'].values()):,} dropped.</p>"
     body += "<h2>Sources</h2>" + table(
         ["source", "shape", "rows", "kept", "share of the kept"],
-        [[name, s["shape"], f"{s['rows']:,}", f"{s['kept']:,}", f"{s['kept'] / max(1, sum(x['kept'] for x in report['sources'].values())):.1%}"] for name, s in report["sources"].items()],
+        [
+            [
+                name,
+                s["shape"],
+                f"{s['rows']:,}",
+                f"{s['kept']:,}",
+                f"{s['kept'] / max(1, sum(x['kept'] for x in report['sources'].values())):.1%}",
+            ]
+            for name, s in report["sources"].items()
+        ],
     )
     if report["dropped"]:
-        rows = [[reason, f"{n:,}", f"{n / report['candidates']:.1%}", "\n".join(f"{e['place']}: {e['detail']}" for e in report["dropped_examples"][reason])] for reason, n in report["dropped"].items()]
+        rows = [
+            [
+                reason,
+                f"{n:,}",
+                f"{n / report['candidates']:.1%}",
+                "\n".join(f"{e['place']}: {e['detail']}" for e in report["dropped_examples"][reason]),
+            ]
+            for reason, n in report["dropped"].items()
+        ]
         body += "<h2>Dropped</h2>" + table(["reason", "rows", "share", "examples"], rows)
     if report["shortened"]:
         body += "<h2>Shortened</h2>" + table(["part", "rows"], [[k, f"{v:,}"] for k, v in report["shortened"].items()])
@@ -927,16 +1100,24 @@ def report_page(report: dict, histograms: dict[str, np.ndarray], examples: list[
             axis.hist(np.arange(len(histogram)), bins=min(40, len(histogram)), weights=histogram)
             axis.set_title(name)
         body += figure_svg(figure)
-        body += table(["", *next(iter(report["tokens"].values()))], [[name, *map(str, p.values())] for name, p in report["tokens"].items()])
+        body += table(
+            ["", *next(iter(report["tokens"].values()))],
+            [[name, *map(str, p.values())] for name, p in report["tokens"].items()],
+        )
     if "longer_answer_chosen" in report:
         body += f"<p>The longer answer is the chosen one in {report['longer_answer_chosen']:.1%} of the pairs, equally long ones counted as half (50% would be no preference for length).</p>"
     if "coverage" in report:
         c = report["coverage"]
         body += f"<h2>Coverage</h2><p>{c['covered']:,} of {c['prompts']:,} real prompts ({c['share']:.1%}) have a train prompt with a similarity of at least {c['min_similarity']}. The farthest:</p>"
-        body += table(["similarity", "real prompt", "nearest train prompt"], [[str(x["similarity"]), x["prompt"], x["nearest"]] for x in c["loneliest"]])
+        body += table(
+            ["similarity", "real prompt", "nearest train prompt"],
+            [[str(x["similarity"]), x["prompt"], x["nearest"]] for x in c["loneliest"]],
+        )
     body += "<h2>Examples</h2><p>As training sees them; marked is what is learned from.</p>"
     for row in examples:
-        body += "<p style='white-space:pre-wrap'>" + html.escape(tokenizer.decode(encode_prompt(tokenizer, row["prompt"])))
+        body += "<p style='white-space:pre-wrap'>" + html.escape(
+            tokenizer.decode(encode_prompt(tokenizer, row["prompt"]))
+        )
         for name in ANSWERS[kind]:
             body += f"\n<small>{name}</small> <mark>{html.escape(tokenizer.decode(encode_response(tokenizer, row[name])))}</mark>"
         for name in ("margin", "reward", "ground_truth"):
@@ -950,6 +1131,7 @@ def report_page(report: dict, histograms: dict[str, np.ndarray], examples: list[
 
 def check_config(cfg: DataConfig) -> list[list[Source]]:
     """Refuse what cannot work; returns the sources and the test sources, each with its place on the hub."""
+
     def listed(value) -> list[Source]:
         values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         return [v if isinstance(v, Source) else Source(v) for v in values]
@@ -963,12 +1145,18 @@ def check_config(cfg: DataConfig) -> list[list[Source]]:
         if not 0 <= source.weight <= 1000:
             raise UserError(f"source {source.path}: weight {source.weight} must be between 0 and 1000")
         if Path(source.path).is_dir() and Path(cfg.output_dir).resolve().is_relative_to(Path(source.path).resolve()):
-            raise UserError(f"output_dir {cfg.output_dir} lies inside the source {source.path}, which would then read what it wrote; choose another folder")
+            raise UserError(
+                f"output_dir {cfg.output_dir} lies inside the source {source.path}, which would then read what it wrote; choose another folder"
+            )
         if source.hub is not None and is_local(source.path) and source.hub != Hub(split=source.hub.split):
-            raise UserError(f"source {source.path} is a local file, so its hub options would have no effect; remove them")
+            raise UserError(
+                f"source {source.path} is a local file, so its hub options would have no effect; remove them"
+            )
     if any(source.weight != 1 for source in test_sources):
         raise UserError("weight would have no effect on eval_source; remove it")
-    if cfg.hub != Hub() and all(s.hub is not None or is_local(s.path) and not Path(s.path).is_dir() for s in [*sources, *test_sources]):
+    if cfg.hub != Hub() and all(
+        s.hub is not None or is_local(s.path) and not Path(s.path).is_dir() for s in [*sources, *test_sources]
+    ):
         raise UserError("hub.* is set but every source is a local file, so it would have no effect; remove it")
     if cfg.eval_fraction is not None and not 0 <= cfg.eval_fraction < 1:
         raise UserError(f"eval_fraction {cfg.eval_fraction} must be at least 0 and below 1")
@@ -983,7 +1171,9 @@ def check_config(cfg: DataConfig) -> list[list[Source]]:
     if cfg.filter is not None and not 0 < cfg.filter.min_probability < 0.5:
         raise UserError(f"filter.min_probability {cfg.filter.min_probability} must be above 0 and below 0.5")
     if cfg.columns.choice_a is not None and cfg.columns.choice is None:
-        raise UserError("columns.choice_a would have no effect without columns.choice, answer_a and answer_b; name them too")
+        raise UserError(
+            "columns.choice_a would have no effect without columns.choice, answer_a and answer_b; name them too"
+        )
     if cfg.coverage is not None and not (0 < cfg.coverage.min_similarity <= 1):
         raise UserError(f"coverage.min_similarity {cfg.coverage.min_similarity} must be above 0 and at most 1")
     if cfg.coverage is not None and not is_local(cfg.coverage.prompts):
@@ -991,7 +1181,9 @@ def check_config(cfg: DataConfig) -> list[list[Source]]:
     if cfg.coverage is not None:
         source_files(cfg.coverage.prompts)  # which refuses types that it does not know
     if cfg.filter is not None and not Path(cfg.filter.reward_model).is_dir():
-        raise UserError(f"filter.reward_model {cfg.filter.reward_model} is not a folder; train_reward.py writes one under final/")
+        raise UserError(
+            f"filter.reward_model {cfg.filter.reward_model} is not a folder; train_reward.py writes one under final/"
+        )
     if cfg.refresh and cfg.overwrite:
         raise UserError("refresh keeps the earlier output and overwrite replaces it; give one of them")
     return [[replace(s, hub=s.hub or cfg.hub) for s in part] for part in (sources, test_sources)]
@@ -1015,9 +1207,13 @@ def check_refresh(output: Path, cfg: DataConfig) -> None:
     file = output / "config.yaml"
     before = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if before.get("prompt_suffix", cfg.prompt_suffix) != cfg.prompt_suffix:
-        raise UserError(f"{file}: the earlier output has prompt_suffix {before['prompt_suffix']!r}, so its prompts would come again; refresh with the same")
+        raise UserError(
+            f"{file}: the earlier output has prompt_suffix {before['prompt_suffix']!r}, so its prompts would come again; refresh with the same"
+        )
     if before.get("eval_source") is not None and cfg.eval_source is None:
-        raise UserError(f"{file}: the earlier output has an eval_source, to which no other rows should come; refresh with the same")
+        raise UserError(
+            f"{file}: the earlier output has an eval_source, to which no other rows should come; refresh with the same"
+        )
 
 
 def all_sources(output: Path, cfg: DataConfig) -> DataConfig:
@@ -1028,7 +1224,9 @@ def all_sources(output: Path, cfg: DataConfig) -> DataConfig:
     return replace(cfg, source=[*before, *(source for source in now if source not in before)])
 
 
-def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, folder: Path) -> tuple[Work, Iterator[Chunk]]:
+def chunks_of(
+    source: Source, role: str, cfg: DataConfig, kind: str | None, folder: Path
+) -> tuple[Work, Iterator[Chunk]]:
     """A source's chunks, and the shape that its first rows have."""
     chunks = read_source(source.path, source.hub)
     seen: list[Chunk] = []
@@ -1040,11 +1238,15 @@ def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, fold
     if some:
         place, shape = detect_source(some, cfg.columns, kind)
         check_kind(cfg, shape.kind)
-        unused = [key for key, value in to_dict(cfg.columns).items() if value is not None and key not in USES[shape.name]]
+        unused = [
+            key for key, value in to_dict(cfg.columns).items() if value is not None and key not in USES[shape.name]
+        ]
         unused += ["pairs"] if cfg.pairs and shape not in PAIRED else []
         if unused:
             option = unused[0] if unused[0] == "pairs" else f"columns.{unused[0]}"
-            raise UserError(f"{place}: {option} would have no effect on {shape.kind}, {shape.name}; remove it, or set --kind")
+            raise UserError(
+                f"{place}: {option} would have no effect on {shape.kind}, {shape.name}; remove it, or set --kind"
+            )
         print(show(f"{source.path}: {shape.kind}, {shape.name} (from {place})"), flush=True)
     else:
         shape = Shape(kind or "prompts", "no rows")  # every row is broken and says why
@@ -1056,14 +1258,18 @@ def chunks_of(source: Source, role: str, cfg: DataConfig, kind: str | None, fold
     return Work(cfg, shape, columns, name, role, source.weight), chunks
 
 
-def run_chunks(tasks: Iterator[tuple[Chunk, Work]], folder: Path, workers: int, start: tuple, files: int) -> Iterator[dict]:
+def run_chunks(
+    tasks: Iterator[tuple[Chunk, Work]], folder: Path, workers: int, start: tuple, files: int
+) -> Iterator[dict]:
     """Process chunks in order, `workers` at a time; yields what is known of each, with its file. One that is there already is not
     made again."""
     numbered = ((chunk, work, folder / f"{i:07d}.arrow") for i, (chunk, work) in enumerate(tasks))
     head = list(islice(numbered, 2))
     pool = None
     if workers > 1 and len(head) > 1:  # one chunk is not worth a pool
-        pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=start_worker, initargs=(*start, os.getpid()))
+        pool = ProcessPoolExecutor(
+            workers, mp_context=get_context("fork"), initializer=start_worker, initargs=(*start, os.getpid())
+        )
     else:
         start_worker(*start)
     waiting: deque = deque()
@@ -1077,14 +1283,18 @@ def run_chunks(tasks: Iterator[tuple[Chunk, Work]], folder: Path, workers: int, 
 
         try:
             for chunk, work, file in chain(head, numbered):
-                stats = chunk_stats(file) or (pool.submit(process_chunk, chunk, work, file) if pool else process_chunk(chunk, work, file))
+                stats = chunk_stats(file) or (
+                    pool.submit(process_chunk, chunk, work, file) if pool else process_chunk(chunk, work, file)
+                )
                 waiting.append((chunk.share, file, stats))
                 while len(waiting) > (2 * workers if pool else 0):
                     yield finished()
             while waiting:
                 yield finished()
         except BrokenProcessPool:
-            raise WorkerKilled("a worker process was killed, perhaps for memory; run again with fewer --workers") from None
+            raise WorkerKilled(
+                "a worker process was killed, perhaps for memory; run again with fewer --workers"
+            ) from None
 
 
 def prepare(cfg: DataConfig) -> dict:
@@ -1097,7 +1307,9 @@ def prepare(cfg: DataConfig) -> dict:
     sources, test_sources = check_config(cfg)
     output = Path(cfg.output_dir).resolve()
     if Path.cwd().is_relative_to(output):
-        raise UserError(f"output_dir {cfg.output_dir} holds the current folder, and is replaced as a whole; choose a folder inside it")
+        raise UserError(
+            f"output_dir {cfg.output_dir} holds the current folder, and is replaced as a whole; choose a folder inside it"
+        )
     restore_folder(output)
     earlier = cfg.refresh and output.exists() and any(output.iterdir())
     if not earlier:
@@ -1115,15 +1327,19 @@ def prepare(cfg: DataConfig) -> dict:
     files = [file for part in local.values() for file in part]
     inside = [file for file in files if cfg.overwrite and Path(file).resolve().is_relative_to(output)]
     if inside:
-        raise UserError(f"source {inside[0]} lies in output_dir {cfg.output_dir}, which overwrite would replace; choose another output_dir")
+        raise UserError(
+            f"source {inside[0]} lies in output_dir {cfg.output_dir}, which overwrite would replace; choose another output_dir"
+        )
     with workshop(cfg, output, files, all(local.values()), tokenizer, excluded) as folder:
-        old_files = {split: sorted(output.glob(f"{split}-*.parquet")) if earlier else [] for split in ("train", "test")}
+        old_files = {
+            split: sorted(output.glob(f"{split}-*.parquet")) if earlier else [] for split in ("train", "test")
+        }
         tally = Tally(cfg.on_bad_row == "error", open_list(folder / "dropped.jsonl", output if earlier else None))
 
         # 1. rows -> chunk files, in parallel
         def tasks() -> Iterator[tuple[Chunk, Work]]:
             nonlocal kind
-            for split, file in ((split, file) for split in old_files for file in old_files[split]):
+            for split, file in [(name, file) for name, files in old_files.items() for file in files]:
                 for chunk in read_file(str(file)):
                     yield chunk, Work(cfg, Shape(kind, "earlier output"), Columns(), split, "old")
             opened: dict[int, tuple[Work, Iterator[Chunk]]] = {}
@@ -1160,7 +1376,9 @@ def prepare(cfg: DataConfig) -> dict:
         if not is_new.any() and not earlier:
             worst, n = tally.dropped.most_common(1)[0]
             example = tally.examples[worst][0]
-            raise UserError(f"all {tally.rows_in} rows were dropped, {n} of them as {worst}: {example['place']}: {example['detail']}")
+            raise UserError(
+                f"all {tally.rows_in} rows were dropped, {n} of them as {worst}: {example['place']}: {example['detail']}"
+            )
 
         # 3. write; nothing is replaced before everything is there
         rows_out, new_files = {}, []
@@ -1171,9 +1389,16 @@ def prepare(cfg: DataConfig) -> dict:
         os.replace(folder / "dropped.jsonl", new / "dropped.jsonl")
         report = tally.report(kind, rows_out)
         if earlier:
-            before = json.loads((output / "report.json").read_text(encoding="utf-8")) if (output / "report.json").is_file() else {}
+            before = (
+                json.loads((output / "report.json").read_text(encoding="utf-8"))
+                if (output / "report.json").is_file()
+                else {}
+            )
             report["added"] = {"rows": rows_out, "files": new_files, "already_there": tally.dropped["already_there"]}
-            report["rows_out"] = {split: sum(pyarrow.parquet.read_metadata(f).num_rows for f in new.glob(f"{split}-*.parquet")) for split in rows_out}
+            report["rows_out"] = {
+                split: sum(pyarrow.parquet.read_metadata(f).num_rows for f in new.glob(f"{split}-*.parquet"))
+                for split in rows_out
+            }
             report["earlier"] = [*before.pop("earlier", []), before]
         if cfg.coverage is not None:
             report["coverage"] = measure_coverage(cfg, new)
@@ -1190,15 +1415,26 @@ def prepare(cfg: DataConfig) -> dict:
     if shown:
         print_example(shown[0], kind, tokenizer)
     made = f" into {tally.candidates} candidates" if tally.candidates != tally.rows_in else ""
-    print(f"{tally.rows_in} rows read{made}: {rows_out['train']} train, {rows_out['test']} test, {sum(tally.dropped.values())} dropped")
+    print(
+        f"{tally.rows_in} rows read{made}: {rows_out['train']} train, {rows_out['test']} test, {sum(tally.dropped.values())} dropped"
+    )
     for reason, n in tally.dropped.most_common():
-        print(show(f"  dropped {n} {reason}, e.g. {tally.examples[reason][0]['place']}: {tally.examples[reason][0]['detail']}"))
+        print(
+            show(
+                f"  dropped {n} {reason}, e.g. {tally.examples[reason][0]['place']}: {tally.examples[reason][0]['detail']}"
+            )
+        )
     for part, n in tally.shortened.items():
         print(f"  shortened {n} {part}; the whole text is kept in the metadata")
-    for split in (split for split, n in report["rows_out"].items() if not n):
-        print(f"  the {split} split is empty" + ("; a higher eval_fraction or an eval_source fills it" if split == "test" else ""))
+    for split in [name for name in rows_out if not report["rows_out"][name]]:
+        print(
+            f"  the {split} split is empty"
+            + ("; a higher eval_fraction or an eval_source fills it" if split == "test" else "")
+        )
     if "coverage" in report:
-        print(f"  {report['coverage']['share']:.1%} of {report['coverage']['prompts']} real prompts have a close train prompt; see coverage.jsonl")
+        print(
+            f"  {report['coverage']['share']:.1%} of {report['coverage']['prompts']} real prompts have a close train prompt; see coverage.jsonl"
+        )
     print(f"wrote {output}", flush=True)
     return report
 

@@ -24,31 +24,92 @@ from torch import Tensor
 
 from utils.checkpoint import load_checkpoint, rewrite_state, save_checkpoint, step_name
 from utils.config import (
-    LoraOptions, ModelConfig, RunStopped, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage,
+    LoraOptions,
+    ModelConfig,
+    RunStopped,
+    UserError,
+    check_output_dir,
+    check_same_config,
+    open_output_dir,
+    record_run,
+    run_stage,
     write_text,
 )
 from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.guards import GuardConfig, Guards, RollBack, SkipRest
 from utils.launch import (
-    accumulating, backward, clip_grad_norm, discard_gradients, drop_gradients, gather_lists, is_zero3, load_device, prepare, split_for_rank,
-    start_accelerator, step_optimizer, unwrap, whole,
+    accumulating,
+    backward,
+    clip_grad_norm,
+    discard_gradients,
+    drop_gradients,
+    gather_lists,
+    is_zero3,
+    load_device,
+    prepare,
+    split_for_rank,
+    start_accelerator,
+    step_optimizer,
+    unwrap,
+    whole,
 )
 from utils.models import (
-    RoleModel, adapter_base, add_lora, add_reward_adapter, eos_ids, load_causal_lm, load_reward_model, load_tokenizer,
-    max_positions, merged_state_dict, model_dtype, new_reward_model, read_stats, replacing, same_model, save_adapter,
-    save_model, save_tensors, template_fingerprint,
+    RoleModel,
+    adapter_base,
+    add_lora,
+    add_reward_adapter,
+    eos_ids,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    max_positions,
+    merged_state_dict,
+    model_dtype,
+    new_reward_model,
+    read_stats,
+    replacing,
+    same_model,
+    save_adapter,
+    save_model,
+    save_tensors,
+    template_fingerprint,
 )
 from utils.report import curves_svg, page
-from utils.rewards import RewardConfig, check_ground_truth, check_reward_config, function_scorer, model_scores, rule_scorer
+from utils.rewards import (
+    RewardConfig,
+    check_ground_truth,
+    check_reward_config,
+    function_scorer,
+    model_scores,
+    rule_scorer,
+)
 from utils.rollout import generate
 from utils.tensors import masked_mean, masked_whiten, pad_rows
-from utils.tracking import Metrics, Timer, log_samples, peak_memory_gb, progress_bar, read_metrics, remaining, start_trackers
+from utils.tracking import (
+    Metrics,
+    Timer,
+    log_samples,
+    peak_memory_gb,
+    progress_bar,
+    read_metrics,
+    remaining,
+    start_trackers,
+)
 
 KL_COEF_BOUNDS = (1e-4, 10.0)  # the controller never leaves these
 PLOTS = [  # panels of report.html
-    ("objective/score_mean",), ("objective/reward_mean",), ("objective/kl_per_token",), ("objective/kl_coef",),
-    ("rollout/response_length_mean",), ("objective/entropy",), ("rollout/truncated_fraction", "rollout/distinct_2"), ("eval/score_mean",),
-    ("policy/loss", "policy/kl_loss"), ("critic/loss",), ("policy/approx_kl", "policy/clip_fraction"), ("critic/explained_variance",),
+    ("objective/score_mean",),
+    ("objective/reward_mean",),
+    ("objective/kl_per_token",),
+    ("objective/kl_coef",),
+    ("rollout/response_length_mean",),
+    ("objective/entropy",),
+    ("rollout/truncated_fraction", "rollout/distinct_2"),
+    ("eval/score_mean",),
+    ("policy/loss", "policy/kl_loss"),
+    ("critic/loss",),
+    ("policy/approx_kl", "policy/clip_fraction"),
+    ("critic/explained_variance",),
     ("policy/grad_norm", "critic/grad_norm"),
 ]
 NO_SCORES = {"count": 0, "mean": 0.0, "m2": 0.0}  # moments of the run's scores before the first
@@ -267,7 +328,12 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def ppo_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_ratio: float, clip_ratio_c: float | None = None
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_ratio: float,
+    clip_ratio_c: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate loss (Schulman et al. 2017, eq. 7), mean over the mask. All (B, T).
 
@@ -318,7 +384,9 @@ def next_kl_coef(kl_coef: float, kl: float, target_kl: float, horizon: int, n: i
     return min(max(kl_coef * (1 + error * n / horizon), KL_COEF_BOUNDS[0]), KL_COEF_BOUNDS[1])
 
 
-def shape_scores(scores: Tensor, lengths: Tensor, ended: Tensor, cfg: ScoreConfig, moments: dict[str, float]) -> Tensor:
+def shape_scores(
+    scores: Tensor, lengths: Tensor, ended: Tensor, cfg: ScoreConfig, moments: dict[str, float]
+) -> Tensor:
     """Scores (B,) as rewards. moments {count, mean, m2} of the earlier scores are brought up to date in place (Chan et al. 1979)."""
     count, batch = moments["count"], len(scores)
     mean = scores.double().mean().item()
@@ -361,14 +429,21 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
         if cfg.critic.path is None:
             add_lora(backbone, cfg.lora, "critic", cfg.seed + 1)
         elif adapter_base(cfg.critic.path) is None or not same_model(adapter_base(cfg.critic.path), cfg.model.path):
-            raise UserError(f"critic.path {cfg.critic.path} is not a LoRA of {cfg.model.path}; critic.kind separate takes any reward model")
+            raise UserError(
+                f"critic.path {cfg.critic.path} is not a LoRA of {cfg.model.path}; critic.kind separate takes any reward model"
+            )
         else:
             start_head = add_reward_adapter(backbone, cfg.critic.path, "critic")
         roles["critic"] = ("backbone", "critic")
     elif cfg.algorithm.adv_estimator == "gae":
         source = dataclasses.replace(cfg.model, path=cfg.critic.path or cfg.model.path)
-        if cfg.critic.path and load_tokenizer(cfg.critic.path).get_vocab() != load_tokenizer(cfg.model.path).get_vocab():
-            raise UserError(f"critic.path {cfg.critic.path} has another vocabulary than the policy, so it cannot read the policy's tokens")
+        if (
+            cfg.critic.path
+            and load_tokenizer(cfg.critic.path).get_vocab() != load_tokenizer(cfg.model.path).get_vocab()
+        ):
+            raise UserError(
+                f"critic.path {cfg.critic.path} has another vocabulary than the policy, so it cannot read the policy's tokens"
+            )
         trunk_dtype = dtype if cfg.lora else torch.float32
         if cfg.critic.path:
             critic = load_reward_model(source, device, trunk_dtype)
@@ -376,7 +451,9 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
         else:
             critic = new_reward_model(source, device, cfg.seed, trunk_dtype)
         critic.score = torch.nn.Identity()  # the value head of RoleModel takes its place
-        models["critic"] = add_lora(critic, cfg.lora, "critic", cfg.seed + 1, task=None) if cfg.lora else critic.requires_grad_(True)
+        models["critic"] = (
+            add_lora(critic, cfg.lora, "critic", cfg.seed + 1, task=None) if cfg.lora else critic.requires_grad_(True)
+        )
         roles["critic"] = ("critic", "critic" if cfg.lora else None)
 
     score_head = None
@@ -477,9 +554,7 @@ def make_batch(rollouts: list[Rollout], pad_id: int, device) -> dict[str, Tensor
     ids, mask = pad_rows([r.prompt_ids + r.response_ids for r in rollouts], pad_id, torch.long)
     starts = torch.tensor([len(r.prompt_ids) for r in rollouts])[:, None]
     response_mask = mask & (torch.arange(ids.shape[1]) >= starts)
-    return {
-        "input_ids": ids.to(device), "attention_mask": mask.to(device), "response_mask": response_mask.to(device)
-    }
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "response_mask": response_mask.to(device)}
 
 
 def by_length(rollouts: list[Rollout]) -> list[int]:
@@ -567,8 +642,17 @@ def kl_estimator(algorithm: AlgorithmConfig) -> str:
 
 
 def update(
-    rollouts: list[Rollout], tensors: dict[str, Tensor], model, optimizer, cfg: PPOConfig, step: int, pad_id: int, accelerator,
-    kl_coef: float, guards: Guards | None = None, draw: int | None = None,
+    rollouts: list[Rollout],
+    tensors: dict[str, Tensor],
+    model,
+    optimizer,
+    cfg: PPOConfig,
+    step: int,
+    pad_id: int,
+    accelerator,
+    kl_coef: float,
+    guards: Guards | None = None,
+    draw: int | None = None,
 ) -> dict[str, float]:
     """All epochs and mini-batches of one step. Every rank holds all rollouts and takes its share of each mini-batch.
 
@@ -583,10 +667,25 @@ def update(
             order = torch.randperm(len(rollouts), generator=generator).tolist()
             for start in range(0, len(order), cfg.ppo_mini_batch_size):
                 rows = order[start : start + cfg.ppo_mini_batch_size]
-                seen.append(mini_batch_step(
-                    rows, rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards, first=not seen
-                ))
-        if guards is not None and guards.cfg.enabled and guards.cfg.update_kl is not None:  # nothing above has seen the last update's effect
+                seen.append(
+                    mini_batch_step(
+                        rows,
+                        rollouts,
+                        tensors,
+                        model,
+                        optimizer,
+                        cfg,
+                        step,
+                        pad_id,
+                        accelerator,
+                        kl_coef,
+                        guards,
+                        first=not seen,
+                    )
+                )
+        if (
+            guards is not None and guards.cfg.enabled and guards.cfg.update_kl is not None
+        ):  # nothing above has seen the last update's effect
             guards.check_update(step, update_kl(rows, rollouts, tensors, model, cfg, pad_id, accelerator), last=True)
     except SkipRest as skipped:
         seen.append(skipped.metrics)
@@ -605,8 +704,18 @@ def micro_batches(rows: list[int], rollouts, tensors, cfg: PPOConfig, pad_id: in
 
 
 def mini_batch_step(
-    rows: list[int], rollouts, tensors, model, optimizer, cfg: PPOConfig, step: int, pad_id: int, accelerator, kl_coef: float,
-    guards: Guards | None, first: bool = False,
+    rows: list[int],
+    rollouts,
+    tensors,
+    model,
+    optimizer,
+    cfg: PPOConfig,
+    step: int,
+    pad_id: int,
+    accelerator,
+    kl_coef: float,
+    guards: Guards | None,
+    first: bool = False,
 ) -> dict[str, float]:
     """One optimizer step on `rows`; returns token-weighted metrics of the whole mini-batch. first: of the step."""
     world, algorithm = accelerator.num_processes, cfg.algorithm
@@ -632,7 +741,9 @@ def mini_batch_step(
                 loss, info["policy/kl_loss"] = loss + kl_coef * kl, kl.detach()
             if "critic" in roles:
                 values = torch.zeros_like(old["values"]).masked_scatter(mask, out["values"])
-                value_loss, value_info = ppo_value_loss(values, old["values"], old["returns"], mask, algorithm.value_clip)
+                value_loss, value_info = ppo_value_loss(
+                    values, old["values"], old["returns"], mask, algorithm.value_clip
+                )
                 loss = loss * (0.0 if warming_up else 1.0) + value_coef * value_loss
                 info |= value_info | {"critic/loss": value_loss.detach()}
             backward(accelerator, model, loss * (share * world), last)  # ranks' gradients are averaged
@@ -649,12 +760,16 @@ def mini_batch_step(
         norms = {}
         for name, parameters in unwrap(model).groups().items():
             norms[name] = metrics[f"{name}/grad_norm"] = clip_grad_norm(accelerator, parameters, cfg.max_grad_norm)
-            if name == "policy" and warming_up:  # a shared critic's loss reaches the policy too, and Adam counts zero gradients
+            if (
+                name == "policy" and warming_up
+            ):  # a shared critic's loss reaches the policy too, and Adam counts zero gradients
                 drop_gradients(accelerator, parameters)
                 del norms[name]
         bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
         if bad and (guards is None or not guards.cfg.enabled):
-            raise UserError(f"step {step}: the gradient of the {' and '.join(bad)} is not finite; lower lr or set guards.enabled")
+            raise UserError(
+                f"step {step}: the gradient of the {' and '.join(bad)} is not finite; lower lr or set guards.enabled"
+            )
         good = guards is None or guards.gradients_are_good(step, norms)
     except (SkipRest, RollBack) as problem:
         problem.metrics = metrics
@@ -718,7 +833,11 @@ def train(cfg: PPOConfig) -> list[dict]:
     start_trackers(accelerator, cfg)
 
     state = new_state(cfg)
-    restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), cfg.resume == "partial") if cfg.resume else None
+    restored = (
+        load_checkpoint(folder, accelerator, model, optimizer, set(state), cfg.resume == "partial")
+        if cfg.resume
+        else None
+    )
     state |= restored or {}
     guards = Guards(cfg.guards, folder, state, is_main)
     metrics = Metrics(folder, accelerator, state["step"])
@@ -757,7 +876,9 @@ def train(cfg: PPOConfig) -> list[dict]:
         try:
             guards.check_rollouts(step, values, rollouts, rows, cfg.data)
             with timer("update"):
-                values |= update(rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards, draw)
+                values |= update(
+                    rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards, draw
+                )
         except RollBack as problem:
             state |= roll_back(problem, guards, state, metrics, folder, accelerator, model, optimizer, cfg)
             history = [values for values in history if values["step"] <= state["step"]]
@@ -773,7 +894,10 @@ def train(cfg: PPOConfig) -> list[dict]:
         tokens = sum(len(r.response_ids) for r in rollouts)
         values |= {f"time/{phase}": s for phase, s in seconds.items()}
         values |= {
-            f"{name}/lr": 0.0 if name == "policy" and step <= cfg.critic.warmup_steps else base_lr[name] * state["lr_scale"] for name in group_names
+            f"{name}/lr": 0.0
+            if name == "policy" and step <= cfg.critic.warmup_steps
+            else base_lr[name] * state["lr_scale"]
+            for name in group_names
         }
         values |= {"rollout/tokens_per_second": tokens / seconds["rollout"], "memory/peak_gb": peak_memory_gb(device)}
         metrics.log(step, values)
@@ -785,7 +909,8 @@ def train(cfg: PPOConfig) -> list[dict]:
             print(
                 f"step {step}/{total_steps}  score {values['objective/score_mean']:+.3f}  KL/token {values['objective/kl_per_token']:.4f}  "
                 f"length {values['rollout/response_length_mean']:.1f}  entropy {values['objective/entropy']:.2f}  "
-                f"clipped {values.get('policy/clip_fraction', 0.0):.3f}  {seconds['total']:.1f} s  left {left}", flush=True,
+                f"clipped {values.get('policy/clip_fraction', 0.0):.3f}  {seconds['total']:.1f} s  left {left}",
+                flush=True,
             )
         if cfg.save_every and step % cfg.save_every == 0:
             save_checkpoint(folder, accelerator, model, optimizer, state, cfg.keep_last)
@@ -810,7 +935,10 @@ def new_state(cfg: PPOConfig) -> dict:
         "kl_average": None,  # of kl_ctrl.method moving_average
         "scores": dict(NO_SCORES),
         "lr_scale": 1.0,
-        "rollbacks": 0, "skips": 0, "warned": [], "kl_history": [],  # of the guards
+        "rollbacks": 0,
+        "skips": 0,
+        "warned": [],
+        "kl_history": [],  # of the guards
     }
 
 
@@ -821,12 +949,22 @@ def control_kl(cfg: PPOConfig, state: dict, kl: float) -> None:
         return
     if control.method == "moving_average":
         decay = 0.5 if control.decay is None else control.decay
-        kl = state["kl_average"] = kl if state["kl_average"] is None else decay * state["kl_average"] + (1 - decay) * kl
+        kl = state["kl_average"] = (
+            kl if state["kl_average"] is None else decay * state["kl_average"] + (1 - decay) * kl
+        )
     state["kl_coef"] = next_kl_coef(state["kl_coef"], kl, control.target_kl, control.horizon or 10 * n, n)
 
 
 def roll_back(
-    problem: RollBack, guards: Guards, state: dict, metrics: Metrics, folder: Path, accelerator, model, optimizer, cfg: PPOConfig
+    problem: RollBack,
+    guards: Guards,
+    state: dict,
+    metrics: Metrics,
+    folder: Path,
+    accelerator,
+    model,
+    optimizer,
+    cfg: PPOConfig,
 ) -> dict:
     """Restore the newest checkpoint up to `problem.before` and return its state with what the guard changed.
 
@@ -836,7 +974,9 @@ def roll_back(
     restored = new_state(cfg) | load_checkpoint(folder, accelerator, model, optimizer, set(), before=problem.before)
     metrics.keep(restored["step"])
     if rollbacks > cfg.guards.max_rollbacks:
-        guards.event(step, "max_rollbacks", rollbacks, cfg.guards.max_rollbacks, "stopping", f"{problem} was crossed again")
+        guards.event(
+            step, "max_rollbacks", rollbacks, cfg.guards.max_rollbacks, "stopping", f"{problem} was crossed again"
+        )
         place = folder / "checkpoints" / step_name(restored["step"])
         word = "good " if restored["step"] <= problem.before else ""
         length = f"--total_steps {restored['step']}" + (" --total_epochs null" if cfg.total_epochs is not None else "")
@@ -849,10 +989,17 @@ def roll_back(
     if problem.kl_factor != 1:  # on top of what earlier roll-backs raised
         kl_coef = max(restored["kl_coef"], state["kl_coef"])
         restored["kl_coef"] = max(kl_coef, min(max(kl_coef, KL_COEF_BOUNDS[0]) * problem.kl_factor, KL_COEF_BOUNDS[1]))
-    restored |= {"rollbacks": rollbacks, "draw": state["draw"], "skips": 0, "lr_scale": state["lr_scale"] * problem.lr_factor}
+    restored |= {
+        "rollbacks": rollbacks,
+        "draw": state["draw"],
+        "skips": 0,
+        "lr_scale": state["lr_scale"] * problem.lr_factor,
+    }
     rewrite_state(folder, restored, accelerator)
     changed = f"kl_coef {restored['kl_coef']:.4g}, learning rates x {restored['lr_scale']:g}, other prompts"
-    guards.event(step, "rollback", rollbacks, cfg.guards.max_rollbacks, f"going on from step {restored['step']}", changed)
+    guards.event(
+        step, "rollback", rollbacks, cfg.guards.max_rollbacks, f"going on from step {restored['step']}", changed
+    )
     return restored
 
 
@@ -863,7 +1010,9 @@ def check_config(cfg: PPOConfig) -> None:
         raise UserError("rollout.temperature must be above 0: PPO needs samples and their probabilities")
     algorithm, control = cfg.algorithm, cfg.algorithm.kl_ctrl
     if control.method == "fixed" and control != KLControl():
-        raise UserError("algorithm.kl_ctrl.target_kl, horizon and decay have no effect with method fixed; set method adaptive or moving_average")
+        raise UserError(
+            "algorithm.kl_ctrl.target_kl, horizon and decay have no effect with method fixed; set method adaptive or moving_average"
+        )
     if control.method != "fixed" and (control.target_kl is None or control.target_kl <= 0):
         raise UserError(f"algorithm.kl_ctrl.method {control.method} needs target_kl above 0, in nats a token")
     if control.horizon is not None and control.horizon <= 0:
@@ -873,41 +1022,67 @@ def check_config(cfg: PPOConfig) -> None:
     if algorithm.kl_coef < 0:
         raise UserError("algorithm.kl_coef must not be negative")
     if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        raise UserError("algorithm.kl_estimator k1 has a gradient of 0 on average as a loss; use k2 or k3 with kl_in loss")
+        raise UserError(
+            "algorithm.kl_estimator k1 has a gradient of 0 on average as a loss; use k2 or k3 with kl_in loss"
+        )
     if algorithm.clip_ratio_c is not None and algorithm.clip_ratio_c <= 1 + algorithm.clip_ratio:
         raise UserError("algorithm.clip_ratio_c must be above 1 + clip_ratio")
     if cfg.score.clip is not None and cfg.score.clip <= 0:
         raise UserError("score.clip must be above 0")
     if algorithm.adv_estimator != "gae":
         default = AlgorithmConfig()
-        idle = [f"algorithm.{key}" for key in ("gamma", "lam", "whiten_rewards", "value_clip") if getattr(algorithm, key) != getattr(default, key)]
+        idle = [
+            f"algorithm.{key}"
+            for key in ("gamma", "lam", "whiten_rewards", "value_clip")
+            if getattr(algorithm, key) != getattr(default, key)
+        ]
         idle += [
-            f"critic.{f.name}" for f in dataclasses.fields(CriticConfig)
-            if f.name != "kind" and getattr(cfg.critic, f.name) != getattr(CriticConfig(), f.name)  # recipes set the kind
+            f"critic.{f.name}"
+            for f in dataclasses.fields(CriticConfig)
+            if f.name != "kind"
+            and getattr(cfg.critic, f.name) != getattr(CriticConfig(), f.name)  # recipes set the kind
         ]
         if idle:
-            raise UserError(f"{', '.join(idle)} has no effect with algorithm.adv_estimator {algorithm.adv_estimator}, which has no critic; leave it at its default")
+            raise UserError(
+                f"{', '.join(idle)} has no effect with algorithm.adv_estimator {algorithm.adv_estimator}, which has no critic; leave it at its default"
+            )
         if cfg.rollout.n < 2:
-            raise UserError(f"algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: set rollout.n to 2 or more")
+            raise UserError(
+                f"algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: set rollout.n to 2 or more"
+            )
     if cfg.critic.kind == "adapter" and cfg.lora is None and algorithm.adv_estimator == "gae":
         raise UserError("critic.kind adapter needs lora; with lora null set critic.kind shared or separate")
     if cfg.critic.kind != "shared" and cfg.critic.loss_coef is not None:
-        raise UserError(f"critic.loss_coef has no effect with critic.kind {cfg.critic.kind}, which learns apart from the policy; remove it")
+        raise UserError(
+            f"critic.loss_coef has no effect with critic.kind {cfg.critic.kind}, which learns apart from the policy; remove it"
+        )
     if cfg.critic.kind == "shared" and cfg.critic.path is not None:
-        raise UserError("critic.path has no effect with critic.kind shared, whose trunk is the policy's; use kind adapter or separate")
+        raise UserError(
+            "critic.path has no effect with critic.kind shared, whose trunk is the policy's; use kind adapter or separate"
+        )
     guards = cfg.guards
     for name, value, low, high in (
-        ("algorithm.clip_ratio", algorithm.clip_ratio, 0, 1), ("algorithm.value_clip", algorithm.value_clip, 0, math.inf),
-        ("algorithm.gamma", algorithm.gamma, 0, 1), ("algorithm.lam", algorithm.lam, 0, 1), ("max_grad_norm", cfg.max_grad_norm, 0, math.inf),
-        ("guards.update_kl", guards.update_kl, 0, math.inf), ("guards.reference_kl", guards.reference_kl, 0, math.inf),
-        ("guards.grad_norm", guards.grad_norm, 0, math.inf), ("guards.reward_std", guards.reward_std, 0, math.inf),
-        ("guards.max_skips", guards.max_skips, 1, math.inf), ("guards.max_rollbacks", guards.max_rollbacks, 0, math.inf),
-        ("guards.rollback_lr_factor", guards.rollback_lr_factor, 0, 1), ("guards.rollback_kl_factor", guards.rollback_kl_factor, 1, math.inf),
-        ("critic.warmup_steps", cfg.critic.warmup_steps, 0, math.inf), ("save_every", cfg.save_every, 0, math.inf),
+        ("algorithm.clip_ratio", algorithm.clip_ratio, 0, 1),
+        ("algorithm.value_clip", algorithm.value_clip, 0, math.inf),
+        ("algorithm.gamma", algorithm.gamma, 0, 1),
+        ("algorithm.lam", algorithm.lam, 0, 1),
+        ("max_grad_norm", cfg.max_grad_norm, 0, math.inf),
+        ("guards.update_kl", guards.update_kl, 0, math.inf),
+        ("guards.reference_kl", guards.reference_kl, 0, math.inf),
+        ("guards.grad_norm", guards.grad_norm, 0, math.inf),
+        ("guards.reward_std", guards.reward_std, 0, math.inf),
+        ("guards.max_skips", guards.max_skips, 1, math.inf),
+        ("guards.max_rollbacks", guards.max_rollbacks, 0, math.inf),
+        ("guards.rollback_lr_factor", guards.rollback_lr_factor, 0, 1),
+        ("guards.rollback_kl_factor", guards.rollback_kl_factor, 1, math.inf),
+        ("critic.warmup_steps", cfg.critic.warmup_steps, 0, math.inf),
+        ("save_every", cfg.save_every, 0, math.inf),
         ("eval_every", cfg.eval_every, 0, math.inf),
     ):
         if value is not None and not low <= value <= high:
-            raise UserError(f"{name} {value} must be {'at least ' + str(low) if high == math.inf else f'between {low} and {high}'}")
+            raise UserError(
+                f"{name} {value} must be {'at least ' + str(low) if high == math.inf else f'between {low} and {high}'}"
+            )
     for name, switch in (("eval_prompts", "eval_every"), ("keep_last", "save_every")):
         default = next(f.default for f in dataclasses.fields(PPOConfig) if f.name == name)
         if not getattr(cfg, switch) and getattr(cfg, name) != default:
@@ -928,12 +1103,24 @@ def check_config(cfg: PPOConfig) -> None:
 
 def count_steps(cfg: PPOConfig, n_rows: int, world: int) -> int:
     """Check the batch sizes against each other and return the number of steps."""
-    batch, mini, micro, n = cfg.train_batch_size, cfg.ppo_mini_batch_size, cfg.ppo_micro_batch_size_per_gpu, cfg.rollout.n
+    batch, mini, micro, n = (
+        cfg.train_batch_size,
+        cfg.ppo_mini_batch_size,
+        cfg.ppo_micro_batch_size_per_gpu,
+        cfg.rollout.n,
+    )
     for name, value in (
-        ("train_batch_size", batch), ("ppo_mini_batch_size", mini), ("ppo_micro_batch_size_per_gpu", micro),
-        ("log_prob_micro_batch_size_per_gpu", cfg.log_prob_micro_batch_size_per_gpu), ("ppo_epochs", cfg.ppo_epochs),
-        ("rollout.n", n), ("rollout.micro_batch_size_per_gpu", cfg.rollout.micro_batch_size_per_gpu), ("keep_last", cfg.keep_last),
-        ("max_response_length", cfg.max_response_length), ("log_every", cfg.log_every), ("eval_prompts", cfg.eval_prompts),
+        ("train_batch_size", batch),
+        ("ppo_mini_batch_size", mini),
+        ("ppo_micro_batch_size_per_gpu", micro),
+        ("log_prob_micro_batch_size_per_gpu", cfg.log_prob_micro_batch_size_per_gpu),
+        ("ppo_epochs", cfg.ppo_epochs),
+        ("rollout.n", n),
+        ("rollout.micro_batch_size_per_gpu", cfg.rollout.micro_batch_size_per_gpu),
+        ("keep_last", cfg.keep_last),
+        ("max_response_length", cfg.max_response_length),
+        ("log_every", cfg.log_every),
+        ("eval_prompts", cfg.eval_prompts),
     ):
         if value < 1:
             raise UserError(f"{name} {value} must be at least 1")
@@ -958,7 +1145,12 @@ def count_steps(cfg: PPOConfig, n_rows: int, world: int) -> int:
 
 
 def describe(cfg: PPOConfig, model: RoleModel, n_rows: int, steps: int, world: int, device, trained: int) -> None:
-    batch, mini, micro, n = cfg.train_batch_size, cfg.ppo_mini_batch_size, cfg.ppo_micro_batch_size_per_gpu, cfg.rollout.n
+    batch, mini, micro, n = (
+        cfg.train_batch_size,
+        cfg.ppo_mini_batch_size,
+        cfg.ppo_micro_batch_size_per_gpu,
+        cfg.rollout.n,
+    )
     print(
         f"{n_rows} prompts; {steps} steps of {batch // n} prompts x {n} = {batch} responses; "
         f"{cfg.ppo_epochs} epoch(s) x {batch // mini} mini-batch(es) of {mini} = {mini // (micro * world)} micro-batch(es) of {micro} "
@@ -966,8 +1158,13 @@ def describe(cfg: PPOConfig, model: RoleModel, n_rows: int, steps: int, world: i
     )
     if adapter_base(cfg.model.path):
         print(f"policy and reference start from the adapter {cfg.model.path}, merged into its base")
-    places = ", ".join(f"{role} = {name}" + (f"[{adapter}]" if adapter else "") for role, (name, adapter) in model.roles.items())
-    print(f"roles: {places}; {trained:,} trained weights; {str(model.dtype).removeprefix('torch.')} on {device}", flush=True)
+    places = ", ".join(
+        f"{role} = {name}" + (f"[{adapter}]" if adapter else "") for role, (name, adapter) in model.roles.items()
+    )
+    print(
+        f"roles: {places}; {trained:,} trained weights; {str(model.dtype).removeprefix('torch.')} on {device}",
+        flush=True,
+    )
 
 
 def sample(
@@ -975,8 +1172,14 @@ def sample(
 ) -> list[Rollout]:
     with model.use("policy") as lm:
         responses = generate(
-            lm, prompts, cfg.max_response_length, cfg.rollout.temperature, stop_ids, tokenizer.pad_token_id,
-            cfg.rollout.micro_batch_size_per_gpu, synced=synced,
+            lm,
+            prompts,
+            cfg.max_response_length,
+            cfg.rollout.temperature,
+            stop_ids,
+            tokenizer.pad_token_id,
+            cfg.rollout.micro_batch_size_per_gpu,
+            synced=synced,
         )
     return [
         Rollout(row, prompt, ids, decode_response(tokenizer, ids), ended=ids[-1] in stop_ids)
@@ -986,7 +1189,9 @@ def sample(
 
 def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:
     texts = [r.text for r in rollouts]
-    columns = {name: [rows[r.row].get(name) for r in rollouts] for name in ("id", "ground_truth", "reference", "metadata")}
+    columns = {
+        name: [rows[r.row].get(name) for r in rollouts] for name in ("id", "ground_truth", "reference", "metadata")
+    }
     for rollout, value in zip(rollouts, scorer([rows[r.row]["prompt"] for r in rollouts], texts, columns)):
         rollout.score = value
 
@@ -1002,29 +1207,42 @@ def sample_held_out(
         return {}
     prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, None)
     with model.use("policy") as lm:
-        responses = generate(lm, prompts, cfg.max_response_length, 0.0, stop_ids, tokenizer.pad_token_id, synced=is_zero3(accelerator))
+        responses = generate(
+            lm, prompts, cfg.max_response_length, 0.0, stop_ids, tokenizer.pad_token_id, synced=is_zero3(accelerator)
+        )
     rollouts = [
-        Rollout(i, p, ids, decode_response(tokenizer, ids), ids[-1] in stop_ids) for i, (p, ids) in enumerate(zip(prompts, responses))
+        Rollout(i, p, ids, decode_response(tokenizer, ids), ids[-1] in stop_ids)
+        for i, (p, ids) in enumerate(zip(prompts, responses))
     ]
     score(rollouts, rows, scorer)
     if not accelerator.is_main_process:
         return {}
     samples = [
-        {"step": step, "prompt": rows[r.row]["prompt"][-1]["content"], "response": r.text, "score": round(r.score, 4)} for r in rollouts
+        {"step": step, "prompt": rows[r.row]["prompt"][-1]["content"], "response": r.text, "score": round(r.score, 4)}
+        for r in rollouts
     ]
     with open(folder / "samples.jsonl", "a", encoding="utf-8") as file:
         file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
     log_samples(accelerator, step, samples)
     for r in rollouts[:2]:
-        print(show(f"  {rows[r.row]['prompt'][-1]['content'][-100:]!r} -> {r.text[:300]!r} ({r.score:+.2f})"), flush=True)
+        print(
+            show(f"  {rows[r.row]['prompt'][-1]['content'][-100:]!r} -> {r.text[:300]!r} ({r.score:+.2f})"), flush=True
+        )
     return {"eval/score_mean": sum(r.score for r in rollouts) / len(rollouts)}
 
 
 def print_rollout(rollout: Rollout, tokenizer) -> None:
     """One rollout as the update sees it; ‹...› marks the tokens in the loss."""
-    print("--- one rollout, decoded; the part in ‹...› is in the loss" if show("‹") == "‹" else "--- one rollout, decoded")
+    print(
+        "--- one rollout, decoded; the part in ‹...› is in the loss"
+        if show("‹") == "‹"
+        else "--- one rollout, decoded"
+    )
     print(show(f"{tokenizer.decode(rollout.prompt_ids)}‹{tokenizer.decode(rollout.response_ids)}›"))
-    print(f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {'ended' if rollout.ended else 'cut off'}", flush=True)
+    print(
+        f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {'ended' if rollout.ended else 'cut off'}",
+        flush=True,
+    )
 
 
 def write_report(folder: Path, is_main: bool) -> None:
@@ -1041,14 +1259,20 @@ def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_mai
     name, adapter = model.roles["policy"]
     weights = merged_state_dict(model.models[name], adapter, keep=is_main)
     critic, critic_adapter = model.roles.get("critic", (None, None))
-    own_critic = merged_state_dict(model.models["critic"], critic_adapter, keep=is_main) if critic == "critic" else None
-    with whole(model.trainable().values() if adapter is not None else (model.value_head.parameters() if critic else ())):
+    own_critic = (
+        merged_state_dict(model.models["critic"], critic_adapter, keep=is_main) if critic == "critic" else None
+    )
+    with whole(
+        model.trainable().values() if adapter is not None else (model.value_head.parameters() if critic else ())
+    ):
         if not is_main:
             return
         save_model(model.models[name], weights, tokenizer, folder / "final")
         plain_base = adapter_base(cfg.model.path) is None
         if adapter is not None and not plain_base:
-            print("adapter/ is left out: the run started from a LoRA folder merged in memory, which the new adapter would need")
+            print(
+                "adapter/ is left out: the run started from a LoRA folder merged in memory, which the new adapter would need"
+            )
         if adapter is not None and plain_base:
             save_adapter(model.models[name], adapter, folder / "adapter")
         if critic is None:

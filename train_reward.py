@@ -19,15 +19,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from utils.checkpoint import load_checkpoint, save_checkpoint
-from utils.config import LoraOptions, ModelConfig, UserError, check_output_dir, check_same_config, open_output_dir, record_run, run_stage, write_json
+from utils.config import (
+    LoraOptions,
+    ModelConfig,
+    UserError,
+    check_output_dir,
+    check_same_config,
+    open_output_dir,
+    record_run,
+    run_stage,
+    write_json,
+)
 from utils.data import encode_dialogues, encode_responses, load_rows, show
 from utils.launch import (
-    accumulating, backward, clip_grad_norm, gather_lists, load_device, prepare, split_for_rank, start_accelerator, step_optimizer, unwrap, whole,
+    accumulating,
+    backward,
+    clip_grad_norm,
+    gather_lists,
+    load_device,
+    prepare,
+    split_for_rank,
+    start_accelerator,
+    step_optimizer,
+    unwrap,
+    whole,
 )
 from utils.loader import Batches
 from utils.models import (
-    adapter_base, add_lora, arithmetic, last_hidden, load_tokenizer, max_positions, merged_state_dict, model_dtype, new_reward_model,
-    save_adapter, save_model, score_at_end, start_checkpointing, template_fingerprint, write_stats,
+    adapter_base,
+    add_lora,
+    arithmetic,
+    last_hidden,
+    load_tokenizer,
+    max_positions,
+    merged_state_dict,
+    model_dtype,
+    new_reward_model,
+    save_adapter,
+    save_model,
+    score_at_end,
+    start_checkpointing,
+    template_fingerprint,
+    write_stats,
 )
 from utils.tensors import pad_rows
 from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, start_trackers
@@ -216,7 +249,9 @@ def score_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, ac
         for start in range(0, math.ceil(len(pairs) / world), micro_batch_size):
             part = mine[start : start + micro_batch_size]
             batch = batch_pairs([pair for _, pair in part] or pairs[:1], pad_id)
-            scores = model(batch["input_ids"].to(accelerator.device), batch["attention_mask"].to(accelerator.device)).cpu()
+            scores = model(
+                batch["input_ids"].to(accelerator.device), batch["attention_mask"].to(accelerator.device)
+            ).cpu()
             results += [(i, scores[k].item(), scores[k + len(part)].item()) for k, (i, _) in enumerate(part)]
             bar.update(len(part))
     results = sorted(gather_lists(results))
@@ -265,8 +300,15 @@ def train(cfg: RewardTrainConfig) -> dict:
         raise UserError(f"the tokens of all {len(test_rows)} test pairs are equal, so none is left to evaluate on")
     own = copy.deepcopy(tokenizer)  # the loader's thread must not share one with this thread
     loader = Batches(
-        cfg.data, "train", ("preference",), cfg.train_batch_size, lambda rows: micro_batches(encode_pairs(rows, own, positions), pad_id, micro),
-        seed=cfg.seed, rank=accelerator.process_index, world=world, limit=cfg.max_pairs,
+        cfg.data,
+        "train",
+        ("preference",),
+        cfg.train_batch_size,
+        lambda rows: micro_batches(encode_pairs(rows, own, positions), pad_id, micro),
+        seed=cfg.seed,
+        rank=accelerator.process_index,
+        world=world,
+        limit=cfg.max_pairs,
     )
     if is_main:
         open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
@@ -313,7 +355,11 @@ def train(cfg: RewardTrainConfig) -> dict:
         bar.update(1)
         if is_main and (done % cfg.log_every == 0 or done == steps):
             eta = remaining(done - first_step, steps - first_step, time.time() - clock)
-            numbers = "loss {loss:.4f}  accuracy {accuracy:.3f}  margin {margin:+.3f}  grad norm {grad_norm:.2f}" if values["pairs"] else "no pairs"
+            numbers = (
+                "loss {loss:.4f}  accuracy {accuracy:.3f}  margin {margin:+.3f}  grad norm {grad_norm:.2f}"
+                if values["pairs"]
+                else "no pairs"
+            )
             print(f"step {done}/{steps}  {numbers.format(**values)}  left {eta}", flush=True)
         if cfg.save_every and (done % cfg.save_every == 0):
             save_checkpoint(folder, accelerator, model, optimizer, {"step": done}, keep_last=2)
@@ -349,7 +395,9 @@ def check_config(cfg: RewardTrainConfig) -> None:
     if cfg.epochs <= 0 or cfg.lr < 0 or cfg.seed < 0:
         raise UserError("epochs must be above 0, lr and seed not negative")
     if cfg.save_format == "adapter" and adapter_base(cfg.model.path):
-        raise UserError("save_format adapter needs a plain model.path: a LoRA folder is merged first, and no saved model would fit the adapter")
+        raise UserError(
+            "save_format adapter needs a plain model.path: a LoRA folder is merged first, and no saved model would fit the adapter"
+        )
     if cfg.save_format == "adapter" and cfg.lora is None:
         raise UserError("save_format adapter needs lora; with lora null the whole model is trained and saved")
 
@@ -370,7 +418,9 @@ def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig
     sums = torch.zeros(3, device=device)
     for i in range(rounds):
         batch = batches[i] if i < len(batches) else nothing
-        input_ids, mask, margin = (batch[name].to(device, non_blocking=True) for name in ("input_ids", "attention_mask", "margin"))
+        input_ids, mask, margin = (
+            batch[name].to(device, non_blocking=True) for name in ("input_ids", "attention_mask", "margin")
+        )
         weight = len(batch["ids"]) / pairs * accelerator.num_processes  # ranks' gradients are averaged
         last = i == rounds - 1
         with accumulating(accelerator, model, last):
@@ -379,7 +429,9 @@ def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig
             if cfg.centering_coef:
                 loss = loss + cfg.centering_coef * ((chosen + rejected) ** 2).mean()
             if not torch.isfinite(loss):
-                raise UserError(f"the loss is {loss.item()}; rows {', '.join(batch['ids'])}; lower lr or use model.dtype float32")
+                raise UserError(
+                    f"the loss is {loss.item()}; rows {', '.join(batch['ids'])}; lower lr or use model.dtype float32"
+                )
             backward(accelerator, model, loss * weight, last)
         sums += torch.stack([loss.detach(), info["accuracy"], info["margin"]]) * len(batch["ids"])
     grad_norm = clip_grad_norm(accelerator, [p for p in model.parameters() if p.requires_grad], cfg.max_grad_norm)
@@ -390,7 +442,11 @@ def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig
 
 def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Path, is_main: bool = True) -> None:
     """All ranks call it, the first one writes."""
-    state = {} if cfg.save_format == "adapter" else merged_state_dict(model.model, "default" if cfg.lora else None, keep=is_main)
+    state = (
+        {}
+        if cfg.save_format == "adapter"
+        else merged_state_dict(model.model, "default" if cfg.lora else None, keep=is_main)
+    )
     with whole(p for p in model.parameters() if p.requires_grad) if cfg.lora else whole(model.head().parameters()):
         if not is_main:
             return

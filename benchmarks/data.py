@@ -35,9 +35,14 @@ def write_rows(file: Path, n: int) -> None:
     with open(file, "w", encoding="utf-8") as out:
         for _ in range(n):
             picked = rng.choices(range(len(demo)), k=3)
-            start = "".join(f"\n\nHuman: {varied(prompts[i])}\n\nAssistant: {varied(demo[i]['chosen'] + ' ' + demo[i]['rejected'])}" for i in picked[:2])
+            start = "".join(
+                f"\n\nHuman: {varied(prompts[i])}\n\nAssistant: {varied(demo[i]['chosen'] + ' ' + demo[i]['rejected'])}"
+                for i in picked[:2]
+            )
             start += f"\n\nHuman: {varied(prompts[picked[2]])}\n\nAssistant: "
-            chosen, rejected = (varied(f"{demo[picked[2]][name]} {demo[picked[1]][name]}") for name in ("chosen", "rejected"))
+            chosen, rejected = (
+                varied(f"{demo[picked[2]][name]} {demo[picked[1]][name]}") for name in ("chosen", "rejected")
+            )
             out.write(json.dumps({"chosen": start + chosen, "rejected": start + rejected}) + "\n")
 
 
@@ -53,7 +58,9 @@ def tokenizer_alone(folder: Path, model: str, limit: int) -> tuple[float, int, i
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1000, columns=["prompt", "chosen", "rejected"]):
             if rows < limit:
                 part = batch.to_pylist()
-                texts = ["\n".join(m["content"] for m in row["prompt"]) for row in part] + [row[name] for row in part for name in ("chosen", "rejected")]
+                texts = ["\n".join(m["content"] for m in row["prompt"]) for row in part] + [
+                    row[name] for row in part for name in ("chosen", "rejected")
+                ]
                 start = time.perf_counter()
                 ids = tokenizer(texts, add_special_tokens=False).input_ids
                 seconds += time.perf_counter() - start
@@ -77,7 +84,18 @@ def memory_of(pid: int) -> int:
 
 def run(source: Path, output: Path, model: str, workers: int) -> tuple[float, float]:
     """Seconds and peak MB of a whole run of stage 1."""
-    command = [sys.executable, "prepare_data.py", "--source", str(source), "--tokenizer", model, "--output_dir", str(output), "--overwrite", "true"]
+    command = [
+        sys.executable,
+        "prepare_data.py",
+        "--source",
+        str(source),
+        "--tokenizer",
+        model,
+        "--output_dir",
+        str(output),
+        "--overwrite",
+        "true",
+    ]
     command += ["--max_prompt_length", "1024", "--max_response_length", "512", "--workers", str(workers)]
     start, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -104,11 +122,15 @@ def main() -> None:
         few_seconds, few_peak = run(folder / "few.jsonl", folder / "few", options.model, options.workers)
         alone, tokens, rows = tokenizer_alone(folder / "few", options.model, options.rows)
         alone *= options.rows / rows
-        print(f"{options.rows:,} rows of {tokens / rows:.0f} tokens: {few_seconds:.1f} s with {options.workers} workers, {options.rows / few_seconds:,.0f} rows/s")
+        print(
+            f"{options.rows:,} rows of {tokens / rows:.0f} tokens: {few_seconds:.1f} s with {options.workers} workers, {options.rows / few_seconds:,.0f} rows/s"
+        )
         print(f"tokenizer alone, one process: {alone:.1f} s; ratio {few_seconds / alone:.2f}", flush=True)
         write_rows(folder / "many.jsonl", 10 * options.rows)
         seconds, peak = run(folder / "many.jsonl", folder / "many", options.model, options.workers)
-        print(f"{10 * options.rows:,} rows: {seconds:.1f} s, {10 * options.rows / seconds:,.0f} rows/s, ratio {seconds / alone / 10:.2f}")
+        print(
+            f"{10 * options.rows:,} rows: {seconds:.1f} s, {10 * options.rows / seconds:,.0f} rows/s, ratio {seconds / alone / 10:.2f}"
+        )
         print(f"peak memory {few_peak:.0f} MB and {peak:.0f} MB, ratio {peak / few_peak:.3f}")
 
 

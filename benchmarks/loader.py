@@ -33,13 +33,25 @@ ROWS, PAIRS, REPETITIONS, BATCH = 20_000, 2_000, 5, 8
 
 def write_rows(folder: str) -> None:
     """Random questions, each with two answers of the demo to any questions, in row groups of 1,000 rows."""
-    texts = [json.loads(line) for line in (ROOT / "data/demo/preferences.jsonl").read_text(encoding="utf-8").splitlines()]
+    texts = [
+        json.loads(line) for line in (ROOT / "data/demo/preferences.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     draw = random.Random(0)
     rows = [
-        {"id": str(i), "source": "demo", "prompt": draw.choice(texts)["prompt"], "chosen": draw.choice(texts)["chosen"],
-         "rejected": draw.choice(texts)["rejected"], "margin": 1.0, "metadata": "{}"} for i in range(ROWS)
+        {
+            "id": str(i),
+            "source": "demo",
+            "prompt": draw.choice(texts)["prompt"],
+            "chosen": draw.choice(texts)["chosen"],
+            "rejected": draw.choice(texts)["rejected"],
+            "margin": 1.0,
+            "metadata": "{}",
+        }
+        for i in range(ROWS)
     ]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), f"{folder}/train-00000-of-00001.parquet", row_group_size=1000)
+    pyarrow.parquet.write_table(
+        pa.Table.from_pylist(rows), f"{folder}/train-00000-of-00001.parquet", row_group_size=1000
+    )
 
 
 def tokens(batches: list[dict]) -> int:
@@ -57,7 +69,13 @@ def main(model_path: str) -> None:
     tokenizer, device = load_tokenizer(model_path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         write_rows(folder)
-        loader = Batches(folder, "train", ("preference",), BATCH, lambda rows: micro_batches(encode_pairs(rows, tokenizer, None), 0, BATCH))
+        loader = Batches(
+            folder,
+            "train",
+            ("preference",),
+            BATCH,
+            lambda rows: micro_batches(encode_pairs(rows, tokenizer, None), 0, BATCH),
+        )
         delivered = []
         batches = loader.start()
         next(batches)  # the first one waits for the first window

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from prepare_data import DataConfig, prepare  # noqa: E402
-from train_ppo import PPOConfig, build_roles, make_batch, train, Rollout  # noqa: E402
+from train_ppo import PPOConfig, Rollout, build_roles, make_batch, train  # noqa: E402
 from utils.config import parse_config  # noqa: E402
 from utils.tracking import peak_memory_gb  # noqa: E402
 
@@ -31,9 +31,14 @@ class LargestFloat32(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.is_contiguous() and "view" not in str(function):
-                if tensor.untyped_storage().data_ptr() not in self.known:
-                    self.numel = max(self.numel, tensor.numel())
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.dtype == torch.float32
+                and tensor.is_contiguous()
+                and "view" not in str(function)
+                and tensor.untyped_storage().data_ptr() not in self.known
+            ):
+                self.numel = max(self.numel, tensor.numel())
         return out
 
     def watch(self, model):
@@ -45,10 +50,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = f"{folder}/data"
         model = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
-        prepare(DataConfig(source="data/demo/preferences.jsonl", tokenizer=model, output_dir=data, max_prompt_length=48, max_response_length=48))
+        prepare(
+            DataConfig(
+                source="data/demo/preferences.jsonl",
+                tokenizer=model,
+                output_dir=data,
+                max_prompt_length=48,
+                max_response_length=48,
+            )
+        )
         options = [
-            "--config", "configs/demo_ppo.yaml", "--data", data, "--output_dir", f"{folder}/ppo", "--reward_model.path", "null", "--reward_model.style", "function",
-            "--reward_model.function", "data.demo.gold:score", "--critic.kind", "adapter", "--total_steps", "4", "--report_to", "none",
+            "--config",
+            "configs/demo_ppo.yaml",
+            "--data",
+            data,
+            "--output_dir",
+            f"{folder}/ppo",
+            "--reward_model.path",
+            "null",
+            "--reward_model.style",
+            "function",
+            "--reward_model.function",
+            "data.demo.gold:score",
+            "--critic.kind",
+            "adapter",
+            "--total_steps",
+            "4",
+            "--report_to",
+            "none",
         ]
         cfg = parse_config(PPOConfig, options)
         steps = train(cfg)[1:]
@@ -67,7 +96,9 @@ def main() -> None:
             out = roles(make_batch(rows, 0, "cpu"), ("policy", "critic"), 1.0)
             (out["logprobs"].sum() + out["values"].sum()).backward()
         whole = len(rows) * (prompt + response) * roles.lm("policy").config.vocab_size
-        print(f"  largest fp32 tensor in an update of 32 responses: {largest.numel * 4 / 2**20:.0f} MiB (all logits would be {whole * 4 / 2**20:.0f} MiB)")
+        print(
+            f"  largest fp32 tensor in an update of 32 responses: {largest.numel * 4 / 2**20:.0f} MiB (all logits would be {whole * 4 / 2**20:.0f} MiB)"
+        )
 
 
 if __name__ == "__main__":

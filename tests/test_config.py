@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from helpers import ROOT, byte_tokenizer, tiny_llama
 
-from conftest import ROOT, tiny_llama, byte_tokenizer
-from prepare_data import DataConfig
 from evaluate import EvaluateConfig
+from prepare_data import DataConfig
 from train_ppo import PPOConfig, check_config, count_steps
 from train_reward import RewardTrainConfig
 from utils.config import UserError, known_keys, open_output_dir, parse_config
@@ -22,7 +22,9 @@ def ppo(*more):
 
 
 def test_yaml_then_command_line_and_the_last_wins(tmp_path):
-    (tmp_path / "a.yaml").write_text("lr: 1e-6\nlora: {r: 4}\nalgorithm: {kl_ctrl: {method: adaptive, target_kl: 0.1}}\n")
+    (tmp_path / "a.yaml").write_text(
+        "lr: 1e-6\nlora: {r: 4}\nalgorithm: {kl_ctrl: {method: adaptive, target_kl: 0.1}}\n"
+    )
     (tmp_path / "b.yaml").write_text("lr: 2e-6\nlora: null\n")
     a, b = str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")
     cfg = ppo("--config", a)
@@ -36,8 +38,11 @@ def test_yaml_then_command_line_and_the_last_wins(tmp_path):
 @pytest.mark.parametrize(
     "option, message",
     [
-        ("--learning_rat", "unknown option --learning_rat"), ("--kl_coef", "did you mean 'algorithm.kl_coef'"), ("--lora.rr", "did you mean 'lora.r'"),
-        ("--algoritm.lam", "did you mean 'algorithm.lam'"), ("--model.pth", "did you mean 'model.path'"),
+        ("--learning_rat", "unknown option --learning_rat"),
+        ("--kl_coef", "did you mean 'algorithm.kl_coef'"),
+        ("--lora.rr", "did you mean 'lora.r'"),
+        ("--algoritm.lam", "did you mean 'algorithm.lam'"),
+        ("--model.pth", "did you mean 'model.path'"),
     ],
 )
 def test_unknown_option_names_the_nearest(option, message):
@@ -47,7 +52,9 @@ def test_unknown_option_names_the_nearest(option, message):
 
 def test_unknown_yaml_key_names_file_and_nearest(tmp_path):
     (tmp_path / "a.yaml").write_text("algorithm: {clip_ration: 0.1}\n")
-    with pytest.raises(UserError, match="a.yaml: unknown key 'algorithm.clip_ration'; did you mean 'algorithm.clip_ratio'"):
+    with pytest.raises(
+        UserError, match="a.yaml: unknown key 'algorithm.clip_ration'; did you mean 'algorithm.clip_ratio'"
+    ):
         ppo("--config", str(tmp_path / "a.yaml"))
     (tmp_path / "a.yaml").write_text("- a\n")
     with pytest.raises(UserError, match="expected `key: value` lines"):
@@ -59,7 +66,10 @@ def test_unknown_yaml_key_names_file_and_nearest(tmp_path):
         ppo("--config", str(tmp_path / "none.yaml"))
 
 
-@pytest.mark.parametrize("option, value", [("--lr", "fast"), ("--ppo_epochs", "1.5"), ("--critic.kind", "adaptor"), ("--overwrite", "perhaps")])
+@pytest.mark.parametrize(
+    "option, value",
+    [("--lr", "fast"), ("--ppo_epochs", "1.5"), ("--critic.kind", "adaptor"), ("--overwrite", "perhaps")],
+)
 def test_wrong_types_name_the_key(option, value):
     with pytest.raises(UserError, match=option[2:]) as caught:
         ppo(option, value)
@@ -81,6 +91,7 @@ def test_every_option_is_described(config, capsys):
     for key in set(known_keys(config)) - branches:
         assert f"--{key}" in text, key
     import dataclasses
+
     from docstring_parser import parse_from_object
 
     described = {p.arg_name for p in parse_from_object(config).params if p.description}
@@ -94,22 +105,62 @@ def test_every_option_is_described(config, capsys):
         (["--rollout.temperature", "0"], "temperature must be above 0"),
         (["--algorithm.kl_ctrl.method", "adaptive"], "needs target_kl"),
         (["--algorithm.kl_ctrl.method", "adaptive", "--algorithm.kl_ctrl.target_kl", "-1"], "needs target_kl"),
-        (["--algorithm.kl_ctrl.method", "adaptive", "--algorithm.kl_ctrl.target_kl", "1", "--algorithm.kl_ctrl.horizon", "0"], "horizon must be"),
+        (
+            [
+                "--algorithm.kl_ctrl.method",
+                "adaptive",
+                "--algorithm.kl_ctrl.target_kl",
+                "1",
+                "--algorithm.kl_ctrl.horizon",
+                "0",
+            ],
+            "horizon must be",
+        ),
         (["--algorithm.kl_ctrl.target_kl", "0.1"], "have no effect with method fixed"),
         (["--reward_model.rule", "gsm8k"], "reward_model.rule has no effect"),
         (["--reward_model.style", "rule"], "needs reward_model.rule"),
         (["--algorithm.kl_ctrl.decay", "0.5"], "have no effect with method fixed"),
-        (["--algorithm.kl_ctrl.method", "adaptive", "--algorithm.kl_ctrl.target_kl", "1", "--algorithm.kl_ctrl.decay", "0.5"], "decay is for"),
+        (
+            [
+                "--algorithm.kl_ctrl.method",
+                "adaptive",
+                "--algorithm.kl_ctrl.target_kl",
+                "1",
+                "--algorithm.kl_ctrl.decay",
+                "0.5",
+            ],
+            "decay is for",
+        ),
         (["--algorithm.kl_in", "loss", "--algorithm.kl_estimator", "k1"], "k1 has a gradient of 0"),
         (["--algorithm.clip_ratio_c", "1.1"], r"clip_ratio_c must be above 1 \+ clip_ratio"),
         (["--score.clip", "0"], "score.clip must be above 0"),
         (["--algorithm.adv_estimator", "rloo"], "set rollout.n to 2"),
-        (["--algorithm.adv_estimator", "grpo", "--rollout.n", "2", "--algorithm.lam", "1", "--critic.kind", "shared", "--critic.lr", "1"], "algorithm.lam, critic.lr has no effect"),
+        (
+            [
+                "--algorithm.adv_estimator",
+                "grpo",
+                "--rollout.n",
+                "2",
+                "--algorithm.lam",
+                "1",
+                "--critic.kind",
+                "shared",
+                "--critic.lr",
+                "1",
+            ],
+            "algorithm.lam, critic.lr has no effect",
+        ),
         (["--critic.kind", "shared", "--critic.path", "x"], "critic.path has no effect"),
         (["--guards.enabled", "true"], "guards.enabled needs checkpoints"),
         (["--guards.enabled", "true", "--save_every", "1", "--keep_last", "1"], "keep_last to 2"),
-        (["--guards.enabled", "true", "--save_every", "1", "--guards.max_skips", "0"], "guards.max_skips 0 must be at least 1"),
-        (["--guards.enabled", "true", "--save_every", "1", "--guards.rollback_lr_factor", "-1"], "must be between 0 and 1"),
+        (
+            ["--guards.enabled", "true", "--save_every", "1", "--guards.max_skips", "0"],
+            "guards.max_skips 0 must be at least 1",
+        ),
+        (
+            ["--guards.enabled", "true", "--save_every", "1", "--guards.rollback_lr_factor", "-1"],
+            "must be between 0 and 1",
+        ),
         (["--algorithm.gamma", "-1"], "algorithm.gamma -1.0 must be between 0 and 1"),
         (["--eval_prompts", "3"], "eval_prompts has no effect without eval_every"),
         (["--keep_last", "3"], "keep_last has no effect without save_every"),
@@ -133,20 +184,49 @@ def test_settings_that_make_no_sense_are_refused(options, message):
     [
         (8, 3, 1, 1, 1, "train_batch_size 8 is not a multiple of ppo_mini_batch_size 3"),
         (8, 16, 8, 1, 1, "train_batch_size 8 is not a multiple of ppo_mini_batch_size 16"),
-        (8, 8, 8, 1, 2, r"ppo_mini_batch_size 8 is not a multiple of ppo_micro_batch_size_per_gpu 8 x 2 rank\(s\) = 16"),
+        (
+            8,
+            8,
+            8,
+            1,
+            2,
+            r"ppo_mini_batch_size 8 is not a multiple of ppo_micro_batch_size_per_gpu 8 x 2 rank\(s\) = 16",
+        ),
         (8, 8, 8, 3, 1, "train_batch_size 8 is not a multiple of rollout.n 3"),
         (8, 8, 0, 1, 1, "ppo_micro_batch_size_per_gpu 0 must be at least 1"),
         (8, 8, 8, 0, 1, "rollout.n 0 must be at least 1"),
     ],
 )
 def test_batch_sizes_that_do_not_divide(batch, mini, micro, n, world, message):
-    sizes = ["--train_batch_size", batch, "--ppo_mini_batch_size", mini, "--ppo_micro_batch_size_per_gpu", micro, "--rollout.n", n]
+    sizes = [
+        "--train_batch_size",
+        batch,
+        "--ppo_mini_batch_size",
+        mini,
+        "--ppo_micro_batch_size_per_gpu",
+        micro,
+        "--rollout.n",
+        n,
+    ]
     with pytest.raises(UserError, match=message):
         count_steps(ppo(*map(str, sizes)), 100, world)
 
 
 def test_steps_of_epochs():
-    cfg = parse_config(PPOConfig, [*PPO[:-2], "--total_epochs", "2", "--train_batch_size", "8", "--ppo_mini_batch_size", "8", "--rollout.n", "2"])
+    cfg = parse_config(
+        PPOConfig,
+        [
+            *PPO[:-2],
+            "--total_epochs",
+            "2",
+            "--train_batch_size",
+            "8",
+            "--ppo_mini_batch_size",
+            "8",
+            "--rollout.n",
+            "2",
+        ],
+    )
     assert count_steps(cfg, 5, 1) == 3  # 4 prompts a step, 10 prompts in all
 
 
@@ -188,7 +268,13 @@ def test_output_dir_of_another_run(tmp_path):
 
 def run(stage, *options, env=None):
     command = [sys.executable, str(ROOT / stage), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}))
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+    )
 
 
 def test_benchmarks_import_from_the_project():
@@ -212,13 +298,62 @@ def test_bad_input_ends_with_one_line_and_code_2(tmp_path, tiny, preferences):
         ("train_reward.py", [*base, "--model.path", tmp_path / "short"], "the model has 20 positions"),
         ("train_reward.py", [*base, "--lora.target_modules", '["no_such"]'], "lora.target_modules"),
         ("train_ppo.py", [*rl, "--reward_model.path", tiny], "without a score head"),
-        ("train_ppo.py", [*rl, "--reward_model.style", "rule", "--reward_model.rule", "gsm8k"], "ground_truth None is not a number"),
-        ("train_ppo.py", [*rl, "--reward_model.path", tiny, "--ppo_mini_batch_size", 3], "not a multiple of ppo_mini_batch_size 3"),
-        ("train_ppo.py", [*rl, "--reward_model.style", "function", "--reward_model.function", "nope:f"], "reward function nope:f"),
-        ("train_ppo.py", [*rl, "--reward_model.style", "function", "--reward_model.function", "test_ppo:constant", "--model.path", tmp_path / "short"], "exceed the model's 20 positions"),
-        ("prepare_data.py", ["--source", tmp_path / "none.jsonl", "--tokenizer", tiny, "--output_dir", out], "none.jsonl does not exist"),
-        ("evaluate.py", ["--policy.path", tiny, "--baseline.path", tiny, "--data", preferences, "--output_dir", out], "nothing to compare by"),
-        ("evaluate.py", ["--policy.path", tiny, "--baseline.path", tiny, "--data", preferences, "--output_dir", out, "--rules", '["gsm8k"]', "--policy.gradient_checkpointing", "true"], "policy.gradient_checkpointing has no effect"),
+        (
+            "train_ppo.py",
+            [*rl, "--reward_model.style", "rule", "--reward_model.rule", "gsm8k"],
+            "ground_truth None is not a number",
+        ),
+        (
+            "train_ppo.py",
+            [*rl, "--reward_model.path", tiny, "--ppo_mini_batch_size", 3],
+            "not a multiple of ppo_mini_batch_size 3",
+        ),
+        (
+            "train_ppo.py",
+            [*rl, "--reward_model.style", "function", "--reward_model.function", "nope:f"],
+            "reward function nope:f",
+        ),
+        (
+            "train_ppo.py",
+            [
+                *rl,
+                "--reward_model.style",
+                "function",
+                "--reward_model.function",
+                "test_ppo:constant",
+                "--model.path",
+                tmp_path / "short",
+            ],
+            "exceed the model's 20 positions",
+        ),
+        (
+            "prepare_data.py",
+            ["--source", tmp_path / "none.jsonl", "--tokenizer", tiny, "--output_dir", out],
+            "none.jsonl does not exist",
+        ),
+        (
+            "evaluate.py",
+            ["--policy.path", tiny, "--baseline.path", tiny, "--data", preferences, "--output_dir", out],
+            "nothing to compare by",
+        ),
+        (
+            "evaluate.py",
+            [
+                "--policy.path",
+                tiny,
+                "--baseline.path",
+                tiny,
+                "--data",
+                preferences,
+                "--output_dir",
+                out,
+                "--rules",
+                '["gsm8k"]',
+                "--policy.gradient_checkpointing",
+                "true",
+            ],
+            "policy.gradient_checkpointing has no effect",
+        ),
     ]
     for stage, options, message in cases:
         result = run(stage, *options, env={"PYTHONPATH": str(ROOT / "tests")})
@@ -233,7 +368,15 @@ def test_any_console_can_show_any_text(tmp_path, tiny):
     row = {"prompt": "你好 😀 e\u0301", "chosen": "ответ", "rejected": "\u2028x"}
     (tmp_path / "raw.jsonl").write_text(json.dumps(row), encoding="utf-8")
     result = run(
-        "prepare_data.py", "--source", tmp_path / "raw.jsonl", "--tokenizer", tiny, "--output_dir", tmp_path / "out", "--eval_fraction", 0,
+        "prepare_data.py",
+        "--source",
+        tmp_path / "raw.jsonl",
+        "--tokenizer",
+        tiny,
+        "--output_dir",
+        tmp_path / "out",
+        "--eval_fraction",
+        0,
         env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"},
     )
     assert result.returncode == 0 and "\\u4f60" in result.stdout, result.stderr

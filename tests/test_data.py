@@ -21,15 +21,26 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+from helpers import ROOT, byte_tokenizer, messages
 
-from conftest import ROOT, byte_tokenizer, messages
-from prepare_data import Coverage, DataConfig, Filter, Source, WorkerKilled, in_test_split, prepare, prompt_key, workshop
+from dataprep.shapes import Columns
+from dataprep.similarity import MINIMA, Groups, one_byte, signatures, similarity, tfidf, word_rarity
+from dataprep.sources import Hub, read_source
+from prepare_data import (
+    Coverage,
+    DataConfig,
+    Filter,
+    Source,
+    WorkerKilled,
+    in_test_split,
+    prepare,
+    prompt_key,
+    workshop,
+)
 from utils.config import UserError, parse_config
 from utils.data import decode_response, encode_dialogues, encode_prompt, encode_response, encode_responses, load_rows
 from utils.models import load_tokenizer
-from utils.shapes import Columns
-from utils.similarity import MINIMA, Groups, one_byte, signatures, similarity, tfidf, word_rarity
-from utils.sources import BadRow, Hub, read_source
+from utils.rows import BadRow
 
 
 def user(text):
@@ -40,7 +51,9 @@ def pairs(n, start=0):
     """Rows that are nothing like each other."""
     rng = random.Random(start)
     word = lambda: "".join(rng.choices("abcdefghij", k=6))  # noqa: E731
-    return [{"prompt": f"{word()} {word()} {word()}", "chosen": f"{word()} {word()}", "rejected": word()} for _ in range(n)]
+    return [
+        {"prompt": f"{word()} {word()} {word()}", "chosen": f"{word()} {word()}", "rejected": word()} for _ in range(n)
+    ]
 
 
 def write(path, rows):
@@ -61,7 +74,11 @@ def run(tmp_path, rows, tiny, name="raw.jsonl", **changes):
 
 
 def load(folder, split):
-    return [row for file in sorted(Path(folder).glob(f"{split}-*.parquet")) for row in pyarrow.parquet.read_table(file).to_pylist()]
+    return [
+        row
+        for file in sorted(Path(folder).glob(f"{split}-*.parquet"))
+        for row in pyarrow.parquet.read_table(file).to_pylist()
+    ]
 
 
 def drops(folder):
@@ -84,20 +101,38 @@ def test_d09_limits_are_inclusive_and_measured_as_training_will_see_them(tmp_pat
     system = [{"role": "system", "content": "s"}, user("hello")]
     n = len(encode_prompt(tokenizer, system))  # with the template and the system turn
     row = {"prompt": system, "chosen": "abc", "rejected": "abcdef"}
-    for prompt_limit, response_limit, dropped in [(n, 7, {}), (n - 1, 7, {"prompt_too_long": 1}), (n, 6, {"response_too_long": 1}), (n + 1, 8, {})]:
-        report, rows = run(tmp_path, [row, {"prompt": "x", "chosen": "a", "rejected": "b"}], tiny, max_prompt_length=prompt_limit, max_response_length=response_limit)
+    for prompt_limit, response_limit, dropped in [
+        (n, 7, {}),
+        (n - 1, 7, {"prompt_too_long": 1}),
+        (n, 6, {"response_too_long": 1}),
+        (n + 1, 8, {}),
+    ]:
+        report, rows = run(
+            tmp_path,
+            [row, {"prompt": "x", "chosen": "a", "rejected": "b"}],
+            tiny,
+            max_prompt_length=prompt_limit,
+            max_response_length=response_limit,
+        )
         assert report["dropped"] == dropped and len(rows) == 2 - len(dropped)
 
 
 def test_d08_d09_long_prompts_keep_their_last_turns_or_go(tmp_path, tiny):
     tokenizer = load_tokenizer(tiny)
-    turns = [{"role": "system", "content": "s"}, user("one" * 9), {"role": "assistant", "content": "two"}, user("three")]
+    turns = [
+        {"role": "system", "content": "s"},
+        user("one" * 9),
+        {"role": "assistant", "content": "two"},
+        user("three"),
+    ]
     kept = [turns[0], turns[3]]
     rows = [{"prompt": turns, "chosen": "a", "rejected": "b"}, {"prompt": "long" * 50, "chosen": "a", "rejected": "b"}]
     limit = len(encode_prompt(tokenizer, kept))
     report, (row,) = run(tmp_path, rows, tiny, max_prompt_length=limit, long_prompt="keep_last_turns")
     assert row["prompt"] == kept and json.loads(row["metadata"])["_raw"]["prompt"] == turns
-    assert report["shortened"] == {"prompt": 1} and report["dropped"] == {"prompt_too_long": 1}  # one turn cannot be cut
+    assert report["shortened"] == {"prompt": 1} and report["dropped"] == {
+        "prompt_too_long": 1
+    }  # one turn cannot be cut
     with pytest.raises(UserError, match="all 2 rows were dropped, 2 of them as prompt_too_long"):
         run(tmp_path, rows, tiny, max_prompt_length=limit, long_prompt="filter")
 
@@ -114,7 +149,11 @@ def test_d07_d08_each_answer_is_cut_by_itself(tmp_path, tiny):
 def test_d04_pairs_that_become_equal_by_cutting_are_dropped(tmp_path, tiny):
     rows = [
         {"prompt": "w " * 20, "chosen": "same words then X", "rejected": "same words then Y"},
-        {"prompt": "w " * 20, "chosen": "same words here X", "rejected": "same words here"},  # differ where eos would stand
+        {
+            "prompt": "w " * 20,
+            "chosen": "same words here X",
+            "rejected": "same words here",
+        },  # differ where eos would stand
         {"prompt": "w " * 20, "chosen": "X same words", "rejected": "Y same words"},
     ]
     report, kept = run(tmp_path, rows, tiny, max_response_length=16, long_response="truncate")
@@ -126,7 +165,11 @@ def test_d04_neighbour_other_text_with_the_same_tokens(tmp_path, tiny):
     tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
     tokenizer.save_pretrained(tmp_path / "lower")
     (tmp_path / "lower" / "config.json").write_text((Path(tiny) / "config.json").read_text())
-    report, _ = run(tmp_path, [{"prompt": "q", "chosen": "YES", "rejected": "yes"}, {"prompt": "r", "chosen": "a", "rejected": "b"}], str(tmp_path / "lower"))
+    report, _ = run(
+        tmp_path,
+        [{"prompt": "q", "chosen": "YES", "rejected": "yes"}, {"prompt": "r", "chosen": "a", "rejected": "b"}],
+        str(tmp_path / "lower"),
+    )
     assert report["dropped"] == {"equal_answers": 1}
 
 
@@ -136,7 +179,13 @@ def test_cut_answers_hold_whole_characters_and_fit(tmp_path, tiny, text):
     for limit in range(3, len(text.encode()) + 2):
         report = None
         try:
-            report, (row,) = run(tmp_path, [{"prompt": "q", "response": text, "reward": 1.0}], tiny, max_response_length=limit, long_response="truncate")
+            report, (row,) = run(
+                tmp_path,
+                [{"prompt": "q", "response": text, "reward": 1.0}],
+                tiny,
+                max_response_length=limit,
+                long_response="truncate",
+            )
         except UserError as error:
             assert "has no token left" in str(error) and len(text[0].encode()) > limit - 1
             continue
@@ -146,16 +195,26 @@ def test_cut_answers_hold_whole_characters_and_fit(tmp_path, tiny, text):
 
 
 def test_a_shortened_response_must_have_had_the_right_number_of_logprobs(tmp_path, tiny):
-    rows = [{"prompt": f"q{n}", "response": "a" * 20, "reward": 1, "logprobs": [-1.0] * n} for n in (2, 19, 20, 21, 500)]
+    rows = [
+        {"prompt": f"q{n}", "response": "a" * 20, "reward": 1, "logprobs": [-1.0] * n} for n in (2, 19, 20, 21, 500)
+    ]
     report, kept = run(tmp_path, rows, tiny, max_response_length=6, long_response="truncate")
-    assert texts(kept) == {"q20", "q21"} and all(len(r["logprobs"]) == 5 for r in kept) and report["dropped"] == {"logprobs_length": 3}
+    assert (
+        texts(kept) == {"q20", "q21"}
+        and all(len(r["logprobs"]) == 5 for r in kept)
+        and report["dropped"] == {"logprobs_length": 3}
+    )
 
 
 def test_logprobs_are_cut_with_their_response_and_their_number_is_checked(tmp_path, tiny):
     row = {"prompt": "q", "response": "abcdefgh", "reward": 1, "logprobs": [-float(i) for i in range(9)]}
     _, (out,) = run(tmp_path, [row], tiny, max_response_length=5, long_response="truncate")
     assert (out["response"], out["logprobs"]) == ("abcd", [-0.0, -1.0, -2.0, -3.0])
-    report, _ = run(tmp_path, [row, row | {"prompt": "r", "logprobs": [-1.0] * 8}, row | {"prompt": "s", "logprobs": [-1.0] * 7}], tiny)
+    report, _ = run(
+        tmp_path,
+        [row, row | {"prompt": "r", "logprobs": [-1.0] * 8}, row | {"prompt": "s", "logprobs": [-1.0] * 7}],
+        tiny,
+    )
     assert report["dropped"] == {"logprobs_length": 1}
 
 
@@ -166,7 +225,9 @@ def test_d10_d13_ids_are_those_of_prompt_and_answer_apart_in_every_function():
     tokenizer = byte_tokenizer()
     for prompt, answer in [("Answer: ", "yes"), ("Answer:", " yes"), ("line\n", "\nline"), ("a<|end|>", "<|end|>b")]:
         alone = encode_prompt(tokenizer, messages(prompt)), encode_response(tokenizer, answer)
-        assert alone[0] == encode_dialogues(tokenizer, [messages("x"), messages(prompt), messages("longer than both")])[1]
+        assert (
+            alone[0] == encode_dialogues(tokenizer, [messages("x"), messages(prompt), messages("longer than both")])[1]
+        )
         assert alone[1] == encode_responses(tokenizer, ["x", answer])[1] and alone[1][-1] == tokenizer.eos_token_id
         assert decode_response(tokenizer, alone[1]) == answer.replace("<|end|>", "<|end|>")
 
@@ -178,11 +239,17 @@ def test_d11_d12_one_bos_for_models_that_have_one(bos, template_has_it, count):
     tokenizer = byte_tokenizer()
     if bos:
         tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+        )
         tokenizer.chat_template = ("<|bos|>" if template_has_it else "") + tokenizer.chat_template
     rows = encode_dialogues(tokenizer, [messages("a"), messages("longer")])
     for ids in [*rows, encode_prompt(tokenizer, messages("a"))]:
-        assert None not in ids and sum(i == tokenizer.bos_token_id for i in ids) == count and (not count or ids[0] == tokenizer.bos_token_id)
+        assert (
+            None not in ids
+            and sum(i == tokenizer.bos_token_id for i in ids) == count
+            and (not count or ids[0] == tokenizer.bos_token_id)
+        )
     assert tokenizer.bos_token_id not in encode_response(tokenizer, "a")  # an answer never begins with one
 
 
@@ -193,7 +260,10 @@ def test_d22_no_token_is_added_for_padding(tiny):
 
 def test_d15_a_template_that_refuses_a_role_costs_only_its_rows(tmp_path, tiny):
     tokenizer = load_tokenizer(tiny)
-    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        + tokenizer.chat_template
+    )
     tokenizer.save_pretrained(tmp_path / "strict")
     (tmp_path / "strict" / "config.json").write_text((Path(tiny) / "config.json").read_text())
     rows = [{"prompt": "a"}, {"prompt": [{"role": "system", "content": "s"}, user("b")]}, {"prompt": "c"}]
@@ -217,15 +287,30 @@ def test_d18_broken_lines_are_named_and_the_others_kept(tmp_path, tiny):
     good = {"prompt": "q1", "chosen": "a", "rejected": "b"}
     text = json.dumps(good)
     lines = [
-        text, "", text[:-9], '{"prompt": "q\t", "chosen": "a", "rejected": "b"}', text * 2, text, json.dumps({"prompt": "q2", "chosen": "a"}),
-        json.dumps({"prompt": "q3\u2028x", "chosen": "a", "rejected": "é 😀"}, ensure_ascii=False), '{"prompt": 1' + "0" * 5000 + "}", "[" * 100_000, "\x00",
+        text,
+        "",
+        text[:-9],
+        '{"prompt": "q\t", "chosen": "a", "rejected": "b"}',
+        text * 2,
+        text,
+        json.dumps({"prompt": "q2", "chosen": "a"}),
+        json.dumps({"prompt": "q3\u2028x", "chosen": "a", "rejected": "é 😀"}, ensure_ascii=False),
+        '{"prompt": 1' + "0" * 5000 + "}",
+        "[" * 100_000,
+        "\x00",
     ]
     report, rows = run(tmp_path, lines, tiny)
     assert report["dropped"] == {"broken_row": 6, "duplicate": 1, "missing_column": 1}
     assert report["rows_in"] == 10 == len(rows) + sum(report["dropped"].values())
     assert texts(rows) == {"q1", "q3\u2028x"}
-    places = [drop["place"].removeprefix(str(tmp_path)) for drop in drops(tmp_path / "out") if drop["reason"] == "broken_row"]
-    assert places[0].startswith("/raw.jsonl:3:") and places[1].startswith("/raw.jsonl:4:") and places[2] == f"/raw.jsonl:5:{len(text) + 1}"
+    places = [
+        drop["place"].removeprefix(str(tmp_path)) for drop in drops(tmp_path / "out") if drop["reason"] == "broken_row"
+    ]
+    assert (
+        places[0].startswith("/raw.jsonl:3:")
+        and places[1].startswith("/raw.jsonl:4:")
+        and places[2] == f"/raw.jsonl:5:{len(text) + 1}"
+    )
 
 
 def test_d18_strict_mode_stops_at_the_first_bad_row_and_leaves_nothing(tmp_path, tiny):
@@ -244,7 +329,7 @@ def test_all_bad_is_an_error(tmp_path, tiny):
         run(tmp_path, [""], tiny)
 
 
-ROWS = [{"prompt": "é\u2028x", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "😀 \"quoted\"\nline", "n": 3}]
+ROWS = [{"prompt": "é\u2028x", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": '😀 "quoted"\nline', "n": 3}]
 
 
 def zst(data):
@@ -258,8 +343,12 @@ def zst(data):
 def test_d17_json_in_any_form(tmp_path):
     lines = "\n".join(json.dumps(r, ensure_ascii=False) for r in ROWS)
     contents = {
-        "array.json": json.dumps(ROWS), "array.jsonl": "\ufeff" + json.dumps(ROWS, indent=2, ensure_ascii=False), "lines.json": "\ufeff" + lines, "crlf.jsonl": lines.replace("}\n", "}\r\n") + "\r\n\r\n",
-        "object.json": json.dumps({"version": 2, "data": ROWS}, indent=1), "spaced.json": " \n" + json.dumps(ROWS) + "\n ",
+        "array.json": json.dumps(ROWS),
+        "array.jsonl": "\ufeff" + json.dumps(ROWS, indent=2, ensure_ascii=False),
+        "lines.json": "\ufeff" + lines,
+        "crlf.jsonl": lines.replace("}\n", "}\r\n") + "\r\n\r\n",
+        "object.json": json.dumps({"version": 2, "data": ROWS}, indent=1),
+        "spaced.json": " \n" + json.dumps(ROWS) + "\n ",
         "minified.json": json.dumps({"version": 2, "data": ROWS}),
     }
     for name, text in contents.items():
@@ -280,7 +369,9 @@ def test_d17_json_in_any_form(tmp_path):
 
 
 def test_d17_a_long_array_is_read_in_pieces(tmp_path):
-    rows = [{"prompt": "x" * 997 + "é😀" + str(i), "n": [i, {"deep": "]},{"}]} for i in range(5000)]  # larger than the pieces
+    rows = [
+        {"prompt": "x" * 997 + "é😀" + str(i), "n": [i, {"deep": "]},{"}]} for i in range(5000)
+    ]  # larger than the pieces
     (tmp_path / "long.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1))
     assert rows_of(tmp_path / "long.json") == rows
     assert max(len(chunk.data) for chunk in read_source(str(tmp_path / "long.json"))) <= 1000
@@ -292,7 +383,9 @@ def test_d17_a_long_array_is_read_in_pieces(tmp_path):
 def test_of_two_equal_names_none_is_lost_silently(tmp_path):
     (tmp_path / "twice.jsonl").write_text('{"chosen": "A", "chosen": "B"}\n{"a": {"b": 1, "b": 2}}\n{"c": 1}')
     rows = rows_of(tmp_path / "twice.jsonl")
-    assert [r.detail for r in rows[:2]] == ["the key 'chosen' stands twice", "the key 'b' stands twice"] and rows[2] == {"c": 1}
+    assert [r.detail for r in rows[:2]] == ["the key 'chosen' stands twice", "the key 'b' stands twice"] and rows[
+        2
+    ] == {"c": 1}
     table = pa.table([pa.array(["x"]), pa.array(["y"])], names=["prompt", "prompt"])
     with pa.OSFile(str(tmp_path / "twice.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -304,7 +397,10 @@ def test_folders_with_splits_hidden_and_other_files(tmp_path, capsys):
     for name in ("train-0.jsonl", "test-0.jsonl", "notes.txt", ".git/x.jsonl"):
         (tmp_path / "f" / name).parent.mkdir(parents=True, exist_ok=True)
         write(tmp_path / "f" / name, [{"prompt": name}])
-    assert rows_of(tmp_path / "f") == [{"prompt": "train-0.jsonl"}] and "2 files are not read, such as" in capsys.readouterr().out
+    assert (
+        rows_of(tmp_path / "f") == [{"prompt": "train-0.jsonl"}]
+        and "2 files are not read, such as" in capsys.readouterr().out
+    )
     assert rows_of(tmp_path / "f", Hub(split="test")) == [{"prompt": "test-0.jsonl"}]
     for name in ("train/a.jsonl", "train/b.jsonl", "test/a.jsonl"):
         (tmp_path / "g" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +409,10 @@ def test_folders_with_splits_hidden_and_other_files(tmp_path, capsys):
     (tmp_path / "dir.jsonl").mkdir()
     write(tmp_path / "h.jsonl", [{"prompt": "h"}])
     assert rows_of(tmp_path / "*.jsonl") == [{"prompt": "h"}]
-    for name in ("dropped.jsonl", "coverage.jsonl"):  # what stage 1 writes about data is read if it is asked for by itself
+    for name in (
+        "dropped.jsonl",
+        "coverage.jsonl",
+    ):  # what stage 1 writes about data is read if it is asked for by itself
         write(tmp_path / "g" / name, [{"prompt": name}])
     assert rows_of(tmp_path / "g" / "d*.jsonl") == [{"prompt": "dropped.jsonl"}]
     with pytest.raises(UserError, match=r"\*ed.jsonl has no .jsonl"):
@@ -329,7 +428,9 @@ def test_csv_and_tsv(tmp_path):
             writer = csv.DictWriter(file, ["prompt", "n"], delimiter=delimiter)
             writer.writeheader()
             writer.writerows([*ROWS, {"prompt": "", "n": "NULL"}])
-        assert rows_of(tmp_path / name) == [{k: str(v) for k, v in row.items()} for row in ROWS] + [{"prompt": None, "n": "NULL"}]
+        assert rows_of(tmp_path / name) == [{k: str(v) for k, v in row.items()} for row in ROWS] + [
+            {"prompt": None, "n": "NULL"}
+        ]
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
         (tmp_path / f"{name}.zst").write_bytes(zst((tmp_path / name).read_bytes()))
         assert rows_of(tmp_path / f"{name}.gz") == rows_of(tmp_path / f"{name}.zst") == rows_of(tmp_path / name)
@@ -337,7 +438,9 @@ def test_csv_and_tsv(tmp_path):
     rows = rows_of(tmp_path / "bad.csv")
     assert [row["prompt"] for row in rows if isinstance(row, dict)] == ["a", "\udcff", "e"]
     assert [row.detail for row in rows if isinstance(row, BadRow)] == [
-        "expected 2 cells, found 1 (lines 3 to 3)", "expected 2 cells, found 3 (lines 4 to 5)", "unexpected end of data (lines 9 to 9)",
+        "expected 2 cells, found 1 (lines 3 to 3)",
+        "expected 2 cells, found 3 (lines 4 to 5)",
+        "unexpected end of data (lines 9 to 9)",
     ]
     assert places_of(tmp_path / "bad.csv") == [":2", ":3", ":4", ":6", ":8", ":9"]
     (tmp_path / "pandas.csv").write_text(",prompt\n0,a\n1,b\n")  # with the index, as pandas writes it
@@ -383,16 +486,39 @@ def test_hub_names_with_split_and_revision(tmp_path, tiny, monkeypatch, streamin
 
     def local(name, config, *, data_dir, split, revision, streaming):
         asked.append((name, config, data_dir, split, revision, streaming))
-        return original("json", data_files=str(tmp_path / f"{split}.jsonl"), split="train", streaming=streaming, cache_dir=str(tmp_path / "cache"))
+        return original(
+            "json",
+            data_files=str(tmp_path / f"{split}.jsonl"),
+            split="train",
+            streaming=streaming,
+            cache_dir=str(tmp_path / "cache"),
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", local)
     hub = Hub(name="main", data_dir="sub", revision="v1", streaming=streaming)
-    report, train = run(tmp_path, [], tiny, source="org/set", hub=hub, eval_source=Source("org/set", hub=Hub(split="dev", streaming=streaming)), eval_fraction=None)
-    assert set(asked) == {("org/set", "main", "sub", "train", "v1", streaming), ("org/set", None, None, "dev", None, streaming)}
+    report, train = run(
+        tmp_path,
+        [],
+        tiny,
+        source="org/set",
+        hub=hub,
+        eval_source=Source("org/set", hub=Hub(split="dev", streaming=streaming)),
+        eval_fraction=None,
+    )
+    assert set(asked) == {
+        ("org/set", "main", "sub", "train", "v1", streaming),
+        ("org/set", None, None, "dev", None, streaming),
+    }
     assert report["rows_out"] == {"train": 25, "test": 10} and report["dropped"] == {"prompt_in_test": 5}
-    assert list(report["sources"]) == ["org/set[dev]", "org/set:main:sub:v1[train]"] and {r["source"] for r in train} == {"org/set:main:sub:v1[train]"}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: (_ for _ in ()).throw(ValueError("no such set\nmore")))
-    with pytest.raises(UserError, match=r"source org/set: neither a file here nor a readable hub dataset \(no such set\)"):
+    assert list(report["sources"]) == ["org/set[dev]", "org/set:main:sub:v1[train]"] and {
+        r["source"] for r in train
+    } == {"org/set:main:sub:v1[train]"}
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: (_ for _ in ()).throw(ValueError("no such set\nmore"))
+    )
+    with pytest.raises(
+        UserError, match=r"source org/set: neither a file here nor a readable hub dataset \(no such set\)"
+    ):
         run(tmp_path, [], tiny, source="org/set")
 
 
@@ -402,20 +528,28 @@ def test_d21_hdf5_text_is_text(tmp_path, tiny):
     prompts = ["é\u2028x", "plain", "😀"]
     with h5py.File(tmp_path / "rows.h5", "w") as file:
         file["prompt"] = prompts  # variable length, UTF-8
-        file.create_dataset("chosen", data=[p.encode() for p in ("gut", "ü", "x")], dtype=h5py.string_dtype("utf-8", 8))  # fixed length, NUL-padded
+        file.create_dataset(
+            "chosen", data=[p.encode() for p in ("gut", "ü", "x")], dtype=h5py.string_dtype("utf-8", 8)
+        )  # fixed length, NUL-padded
         file["rejected"] = np.array([b"a", b"bb", b"ccc"], dtype="S3")
         file["margin"] = np.array([1, 2.5, 3], dtype=np.float32)
     assert rows_of(tmp_path / "rows.h5")[1] == {"prompt": "plain", "chosen": "ü", "rejected": "bb", "margin": 2.5}
     report, rows = run(tmp_path, [], tiny, source=str(tmp_path / "rows.h5"))
-    assert {(r["prompt"][0]["content"], r["chosen"], r["rejected"], r["margin"]) for r in rows} == set(zip(prompts, ("gut", "ü", "x"), ("a", "bb", "ccc"), (1.0, 2.5, 3.0)))
-    with h5py.File(tmp_path / "log.h5", "w") as file:  # trajectories in groups, with ragged and padded-free log-probabilities
+    assert {(r["prompt"][0]["content"], r["chosen"], r["rejected"], r["margin"]) for r in rows} == set(
+        zip(prompts, ("gut", "ü", "x"), ("a", "bb", "ccc"), (1.0, 2.5, 3.0))
+    )
+    with h5py.File(
+        tmp_path / "log.h5", "w"
+    ) as file:  # trajectories in groups, with ragged and padded-free log-probabilities
         for split in ("a", "b"):
             group = file.create_group(f"runs/{split}")
             group["prompt"], group["response"], group["reward"] = [f"{split} q"], ["ok"], np.array([1], dtype=np.int64)
             ragged = group.create_dataset("logprobs", (1,), dtype=h5py.vlen_dtype(np.float64))
             ragged[0] = [-1.0, -2.0, -0.5]
     report, rows = run(tmp_path, [], tiny, source=str(tmp_path / "log.h5"))
-    assert [(r["prompt"][0]["content"], r["response"], r["reward"], r["logprobs"]) for r in sorted(rows, key=str)] and report["kind"] == "trajectories"
+    assert [
+        (r["prompt"][0]["content"], r["response"], r["reward"], r["logprobs"]) for r in sorted(rows, key=str)
+    ] and report["kind"] == "trajectories"
     assert all(r["logprobs"] == [-1.0, -2.0, -0.5] for r in rows) and texts(rows) == {"a q", "b q"}
     with h5py.File(tmp_path / "messages.h5", "w") as file:
         file["prompt"], file["chosen"], file["rejected"] = [json.dumps([user("q")])], ["A"], ["B"]
@@ -444,16 +578,37 @@ def test_d21_several_processes_read_one_hdf5_file(tmp_path, tiny):
 def test_missing_and_unreadable_sources(tmp_path):
     data = gzip.compress(b'{"prompt": "a"}\n' * 100)
     files = {
-        "bad.parquet": b"PAR1 nonsense", "cut.jsonl.gz": data[:30], "bad.jsonl.gz": data[:20] + b"rubbish" * 9, "bad.jsonl.zst": b"\x28\xb5\x2f\xfdrubbish", "no.json.gz": b"plain",
-        "cut.json": b'[{"prompt": "a"},\n{"prompt"', "comma.json": b'[{"prompt": "a"}\n {"prompt": "b"}]', "after.json": b'[{"prompt": "a"}] x', "latin.json": b'[{"prompt": "\xe9"}]',
-        "notes.txt": b"x", "bad.arrow": b"ARROW1 nonsense", "bad.h5": b"\x89HDF nonsense", "empty.csv": b"",
+        "bad.parquet": b"PAR1 nonsense",
+        "cut.jsonl.gz": data[:30],
+        "bad.jsonl.gz": data[:20] + b"rubbish" * 9,
+        "bad.jsonl.zst": b"\x28\xb5\x2f\xfdrubbish",
+        "no.json.gz": b"plain",
+        "cut.json": b'[{"prompt": "a"},\n{"prompt"',
+        "comma.json": b'[{"prompt": "a"}\n {"prompt": "b"}]',
+        "after.json": b'[{"prompt": "a"}] x',
+        "latin.json": b'[{"prompt": "\xe9"}]',
+        "notes.txt": b"x",
+        "bad.arrow": b"ARROW1 nonsense",
+        "bad.h5": b"\x89HDF nonsense",
+        "empty.csv": b"",
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     for name, message in [
-        ("none.jsonl", "does not exist"), ("bad.parquet", "not a readable Parquet"), ("cut.jsonl.gz", "cannot be read"), ("bad.jsonl.gz", "cannot be read"), ("bad.jsonl.zst", "cannot be read"), ("no.json.gz", "cannot be read"),
-        ("cut.json", "cut.json:2:"), ("comma.json", "comma.json:2:2: expected , or ]"), ("after.json", "after.json:1:.*text after the array"), ("latin.json", "not UTF-8"),
-        ("notes.txt", "unknown file type"), ("bad.arrow", "not a readable Arrow"), ("bad.h5", "not a readable HDF5"), ("empty.csv", "empty.csv:1"),
+        ("none.jsonl", "does not exist"),
+        ("bad.parquet", "not a readable Parquet"),
+        ("cut.jsonl.gz", "cannot be read"),
+        ("bad.jsonl.gz", "cannot be read"),
+        ("bad.jsonl.zst", "cannot be read"),
+        ("no.json.gz", "cannot be read"),
+        ("cut.json", "cut.json:2:"),
+        ("comma.json", "comma.json:2:2: expected , or ]"),
+        ("after.json", "after.json:1:.*text after the array"),
+        ("latin.json", "not UTF-8"),
+        ("notes.txt", "unknown file type"),
+        ("bad.arrow", "not a readable Arrow"),
+        ("bad.h5", "not a readable HDF5"),
+        ("empty.csv", "empty.csv:1"),
     ]:
         with pytest.raises(UserError, match=message):
             rows_of(tmp_path / name)
@@ -467,17 +622,34 @@ def test_missing_and_unreadable_sources(tmp_path):
 
 def test_duplicates_and_contradictions(tmp_path, tiny):
     rows = [
-        {"prompt": "q", "chosen": "left one", "rejected": "right one"}, {"prompt": "q", "chosen": "left one", "rejected": "right one", "by": "other"},
-        {"prompt": "r", "chosen": "up", "rejected": "down"}, {"prompt": "r", "chosen": "down", "rejected": "up"}, {"prompt": "r", "chosen": "up", "rejected": "sideways"},
+        {"prompt": "q", "chosen": "left one", "rejected": "right one"},
+        {"prompt": "q", "chosen": "left one", "rejected": "right one", "by": "other"},
+        {"prompt": "r", "chosen": "up", "rejected": "down"},
+        {"prompt": "r", "chosen": "down", "rejected": "up"},
+        {"prompt": "r", "chosen": "up", "rejected": "sideways"},
     ]
     report, kept = run(tmp_path, rows, tiny)
-    assert report["dropped"] == {"contradicting_labels": 2, "duplicate": 1} and {r["rejected"] for r in kept} == {"right one", "sideways"}
+    assert report["dropped"] == {"contradicting_labels": 2, "duplicate": 1} and {r["rejected"] for r in kept} == {
+        "right one",
+        "sideways",
+    }
     assert [d["detail"].rsplit(":", 1)[1] for d in drops(tmp_path / "out")] == ["1", "4", "3"]
-    rows = [{"prompt": "2+2?", "ground_truth": "4"}, {"prompt": "2+2?", "ground_truth": "5"}, {"prompt": "1+1?", "ground_truth": "2"}, {"prompt": "1+1?", "ground_truth": "2", "reference": "easy"}]
+    rows = [
+        {"prompt": "2+2?", "ground_truth": "4"},
+        {"prompt": "2+2?", "ground_truth": "5"},
+        {"prompt": "1+1?", "ground_truth": "2"},
+        {"prompt": "1+1?", "ground_truth": "2", "reference": "easy"},
+    ]
     report, kept = run(tmp_path, rows, tiny)
     assert report["dropped"] == {"contradicting_labels": 2} and texts(kept) == {"1+1?"}
-    rows = [{"prompt": "q", "response": "r", "reward": 1}, {"prompt": "q", "response": "r", "reward": 0}, {"prompt": "q", "response": "r", "reward": 1}]
-    assert run(tmp_path, rows, tiny)[0]["dropped"] == {"duplicate": 1}  # a logged answer may well have had several rewards
+    rows = [
+        {"prompt": "q", "response": "r", "reward": 1},
+        {"prompt": "q", "response": "r", "reward": 0},
+        {"prompt": "q", "response": "r", "reward": 1},
+    ]
+    assert run(tmp_path, rows, tiny)[0]["dropped"] == {
+        "duplicate": 1
+    }  # a logged answer may well have had several rewards
 
 
 LONG = "It was a bright cold day in April and the clocks were striking thirteen while people hurried home through the wind and the dust of the long street"
@@ -486,16 +658,33 @@ LONG = "It was a bright cold day in April and the clocks were striking thirteen 
 @pytest.mark.parametrize(
     "change, near",
     [
-        (lambda t: t.upper() + "!!", True), (lambda t: t.replace(" ", "  "), True), (lambda t: t + " again", True),
-        (lambda t: t.replace("April", "May").replace("wind", "rain").replace("home", "away"), False), (lambda t: t.replace("thirteen", "13"), False), (lambda t: t[:60], False),
+        (lambda t: t.upper() + "!!", True),
+        (lambda t: t.replace(" ", "  "), True),
+        (lambda t: t + " again", True),
+        (lambda t: t.replace("April", "May").replace("wind", "rain").replace("home", "away"), False),
+        (lambda t: t.replace("thirteen", "13"), False),
+        (lambda t: t[:60], False),
     ],
 )
 def test_near_duplicates_in_every_field(tmp_path, tiny, change, near):
     first = {"prompt": LONG, "chosen": LONG + " yes", "rejected": "short one"}
     for name in ("prompt", "chosen"):
-        report, kept = run(tmp_path, [first, first | {name: change(first[name])}], tiny, max_prompt_length=999, max_response_length=999)
+        report, kept = run(
+            tmp_path,
+            [first, first | {name: change(first[name])}],
+            tiny,
+            max_prompt_length=999,
+            max_response_length=999,
+        )
         assert report["dropped"] == ({"near_duplicate": 1} if near else {}) and len(kept) == 2 - near
-    report, _ = run(tmp_path, [first, first | {"prompt": change(LONG)}], tiny, max_prompt_length=999, max_response_length=999, near_duplicates=None)
+    report, _ = run(
+        tmp_path,
+        [first, first | {"prompt": change(LONG)}],
+        tiny,
+        max_prompt_length=999,
+        max_response_length=999,
+        near_duplicates=None,
+    )
     assert report["dropped"] == {}
 
 
@@ -514,11 +703,24 @@ def twins(n, share):
 @pytest.mark.parametrize("threshold", [0.7, 0.8, 0.9])
 def test_near_duplicates_are_found_above_the_threshold_and_not_below(tmp_path, tiny, threshold):
     """The similarity is an estimate, so 6 points from the threshold most are told apart; at 12 points nearly all are."""
-    for share, least, most in [(threshold + 0.06, 0.75, 1), (threshold - 0.06, 0, 0.15), (threshold - 0.12, 0, 0.02), (1.0, 1, 1)]:
+    for share, least, most in [
+        (threshold + 0.06, 0.75, 1),
+        (threshold - 0.06, 0, 0.15),
+        (threshold - 0.12, 0, 0.02),
+        (1.0, 1, 1),
+    ]:
         texts = zip(twins(100, share), twins(101, share)[1:])
-        rows = [{"prompt": p, "response": r, "reward": 1} for prompts, responses in texts for p, r in zip(prompts, responses)]
-        report, _ = run(tmp_path, rows, tiny, near_duplicates=threshold, max_prompt_length=999, max_response_length=999)
-        assert least <= (report["dropped"].get("near_duplicate", 0) + report["dropped"].get("duplicate", 0)) / 100 <= most, share
+        rows = [
+            {"prompt": p, "response": r, "reward": 1}
+            for prompts, responses in texts
+            for p, r in zip(prompts, responses)
+        ]
+        report, _ = run(
+            tmp_path, rows, tiny, near_duplicates=threshold, max_prompt_length=999, max_response_length=999
+        )
+        assert (
+            least <= (report["dropped"].get("near_duplicate", 0) + report["dropped"].get("duplicate", 0)) / 100 <= most
+        ), share
 
 
 def test_every_train_prompt_is_compared_with_several_test_prompts(tmp_path, tiny):
@@ -526,15 +728,32 @@ def test_every_train_prompt_is_compared_with_several_test_prompts(tmp_path, tiny
     words = [row["prompt"].split()[0] for row in pairs(80)]
     prompts = [" ".join(words), " ".join(words[:-8] + words[:8]), " ".join(words[:-8] + words[:9])]
     official = write(tmp_path / "official.jsonl", [{"prompt": p} for p in prompts[:2]])
-    report, train = run(tmp_path, [{"prompt": prompts[2]}, {"prompt": "other"}], tiny, eval_source=official, eval_fraction=None, near_duplicates=0.9, max_prompt_length=999)
+    report, train = run(
+        tmp_path,
+        [{"prompt": prompts[2]}, {"prompt": "other"}],
+        tiny,
+        eval_source=official,
+        eval_fraction=None,
+        near_duplicates=0.9,
+        max_prompt_length=999,
+    )
     assert texts(train) == {"other"} and report["dropped"] == {"near_test_prompt": 1}
 
 
 def test_the_same_prompt_with_other_answers_is_no_near_duplicate(tmp_path, tiny):
-    rows = [{"prompt": LONG, "chosen": f"{a} thing", "rejected": f"{b} thing"} for a, b in [("red", "blue"), ("red", "green"), ("green", "blue")]]
+    rows = [
+        {"prompt": LONG, "chosen": f"{a} thing", "rejected": f"{b} thing"}
+        for a, b in [("red", "blue"), ("red", "green"), ("green", "blue")]
+    ]
     report, kept = run(tmp_path, rows, tiny)
     assert report["dropped"] == {} and len(kept) == 3
-    rows = [{"question": f"Tom has {n} apples and gives away two of them. How many are left for him?", "answer": f"#### {n - 2}"} for n in range(10, 30)]
+    rows = [
+        {
+            "question": f"Tom has {n} apples and gives away two of them. How many are left for him?",
+            "answer": f"#### {n - 2}",
+        }
+        for n in range(10, 30)
+    ]
     assert run(tmp_path, rows, tiny)[0]["dropped"] == {}  # other numbers make another problem
 
 
@@ -577,7 +796,7 @@ def test_groups_find_all_rows_of_a_key(tmp_path):
 
 
 def test_d23_split_is_by_prompt_whatever_its_case_and_spaces(tmp_path, tiny):
-    rows = [row | {"prompt": prompt} for i, row in enumerate(pairs(150)) for prompt in [f"Prompt Number {i % 50}"] ]
+    rows = [row | {"prompt": prompt} for i, row in enumerate(pairs(150)) for prompt in [f"Prompt Number {i % 50}"]]
     rows += [row | {"prompt": f"prompt  number {i} "} for i, row in enumerate(pairs(50, start=1))]
     report, train = run(tmp_path, rows, tiny, eval_fraction=0.3, near_duplicates=None)
     test = load(tmp_path / "out", "test")
@@ -595,11 +814,17 @@ def test_d23_split_is_by_prompt_whatever_its_case_and_spaces(tmp_path, tiny):
 def test_d23_train_prompts_near_to_a_test_prompt_are_dropped(tmp_path, tiny):
     base = [f"{LONG} and {a} {b} {c}" for a, b, c in (r["prompt"].split() for r in pairs(40))]
     rows = [{"prompt": p, "chosen": "yes", "rejected": r["rejected"]} for p, r in zip(base, pairs(40, start=5))]
-    rows += [{"prompt": p + " indeed", "chosen": r["chosen"], "rejected": "no"} for p, r in zip(base, pairs(40, start=6))]
+    rows += [
+        {"prompt": p + " indeed", "chosen": r["chosen"], "rejected": "no"} for p, r in zip(base, pairs(40, start=6))
+    ]
     report, train = run(tmp_path, rows, tiny, eval_fraction=0.3, near_duplicates=0.8)
     test = load(tmp_path / "out", "test")
     stems = [{r["prompt"][0]["content"].removesuffix(" indeed") for r in side} for side in (train, test)]
-    assert not stems[0] & stems[1] and report["dropped"]["near_test_prompt"] > 0 and set(report["dropped"]) == {"near_test_prompt"}
+    assert (
+        not stems[0] & stems[1]
+        and report["dropped"]["near_test_prompt"] > 0
+        and set(report["dropped"]) == {"near_test_prompt"}
+    )
 
 
 def test_files_that_are_left_out_are_named_once(tmp_path, tiny, capsys):
@@ -612,15 +837,38 @@ def test_files_that_are_left_out_are_named_once(tmp_path, tiny, capsys):
 
 def test_d23_an_official_test_set_stays_whole_and_leaves_the_train_set(tmp_path, tiny):
     rows = pairs(30)
-    official = write(tmp_path / "official.jsonl", [row | {"chosen": "another answer"} for row in rows[:10]] + [{"prompt": "x", "chosen": "", "rejected": "b"}])
+    official = write(
+        tmp_path / "official.jsonl",
+        [row | {"chosen": "another answer"} for row in rows[:10]] + [{"prompt": "x", "chosen": "", "rejected": "b"}],
+    )
     report, train = run(tmp_path, rows, tiny, eval_source=official, eval_fraction=None)
-    assert report["rows_out"] == {"train": 20, "test": 10} and report["dropped"] == {"prompt_in_test": 10, "empty_response": 1}
-    assert texts(load(tmp_path / "out", "test")) == {r["prompt"] for r in rows[:10]} and texts(train) == {r["prompt"] for r in rows[10:]}
+    assert report["rows_out"] == {"train": 20, "test": 10} and report["dropped"] == {
+        "prompt_in_test": 10,
+        "empty_response": 1,
+    }
+    assert texts(load(tmp_path / "out", "test")) == {r["prompt"] for r in rows[:10]} and texts(train) == {
+        r["prompt"] for r in rows[10:]
+    }
     # rows that stand in both belong to the test set, and a label of the train set does not shake the test set's
-    same = [rows[0], {**rows[1], "chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]}, {**rows[2], "chosen": rows[2]["chosen"].upper()}, rows[3]]
-    official = write(tmp_path / "official.jsonl", [*rows[:3], {**rows[4], "chosen": "x y"}, {**rows[4], "rejected": "x y", "chosen": rows[4]["rejected"]}, {**rows[4], "chosen": rows[4]["rejected"], "rejected": "x y"}])
+    same = [
+        rows[0],
+        {**rows[1], "chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]},
+        {**rows[2], "chosen": rows[2]["chosen"].upper()},
+        rows[3],
+    ]
+    official = write(
+        tmp_path / "official.jsonl",
+        [
+            *rows[:3],
+            {**rows[4], "chosen": "x y"},
+            {**rows[4], "rejected": "x y", "chosen": rows[4]["rejected"]},
+            {**rows[4], "chosen": rows[4]["rejected"], "rejected": "x y"},
+        ],
+    )
     report, train = run(tmp_path, same, tiny, eval_source=official, eval_fraction=None)
-    assert texts(train) == {rows[3]["prompt"]} and texts(load(tmp_path / "out", "test")) == {r["prompt"] for r in rows[:3]}
+    assert texts(train) == {rows[3]["prompt"]} and texts(load(tmp_path / "out", "test")) == {
+        r["prompt"] for r in rows[:3]
+    }
     assert report["dropped"] == {"prompt_in_test": 2, "contradicting_labels": 3, "duplicate": 1}
     with pytest.raises(UserError, match="eval_fraction would have no effect beside eval_source"):
         run(tmp_path, rows, tiny, eval_source=official, eval_fraction=0.1)
@@ -628,8 +876,16 @@ def test_d23_an_official_test_set_stays_whole_and_leaves_the_train_set(tmp_path,
 
 def test_d23_the_encoding_of_accents_makes_no_other_prompt(tmp_path, tiny):
     official = write(tmp_path / "official.jsonl", [{"prompt": "caf\u00e9", "ground_truth": "1,000"}])
-    report, train = run(tmp_path, [{"prompt": "cafe\u0301"}, {"prompt": "b", "ground_truth": "1000"}, {"prompt": "b ", "ground_truth": "1,000"}], tiny, eval_source=official, eval_fraction=None)
-    assert report["dropped"] == {"prompt_in_test": 1, "near_duplicate": 1} or report["dropped"] == {"prompt_in_test": 1}
+    report, train = run(
+        tmp_path,
+        [{"prompt": "cafe\u0301"}, {"prompt": "b", "ground_truth": "1000"}, {"prompt": "b ", "ground_truth": "1,000"}],
+        tiny,
+        eval_source=official,
+        eval_fraction=None,
+    )
+    assert report["dropped"] == {"prompt_in_test": 1, "near_duplicate": 1} or report["dropped"] == {
+        "prompt_in_test": 1
+    }
     assert not {"cafe\u0301"} & texts(train)
 
 
@@ -643,19 +899,31 @@ def test_weights_and_several_sources(tmp_path, tiny):
     counts = {s: sum(r["source"] == s for r in train) for s in (a, b)}
     ids = {s: len({r["id"] for r in train if r["source"] == s}) for s in (a, b)}
     assert ids[a] + sum(r["source"] == a for r in test) == 400 and 2.3 * ids[a] < counts[a] < 2.7 * ids[a]
-    assert counts[b] == ids[b] and 50 < counts[b] < 110 and report["dropped"] == {"left_out_by_weight": 400 - ids[b] - sum(r["source"] == b for r in test)}
+    assert (
+        counts[b] == ids[b]
+        and 50 < counts[b] < 110
+        and report["dropped"] == {"left_out_by_weight": 400 - ids[b] - sum(r["source"] == b for r in test)}
+    )
     assert len({r["id"] for r in test}) == len(test)  # weights are about training
     again, _ = run(tmp_path, [], tiny, source=[Source(a, 2.5), Source(b, 0.25)], eval_fraction=0.2)
     assert again == report and load(tmp_path / "out", "train") == train
     # a row that is left out by its weight takes no equal row of another source with it
-    report, train = run(tmp_path, [], tiny, source=[Source(a, 0), Source(write(tmp_path / "c.jsonl", pairs(400, 1)), 1)], eval_fraction=0.0)
+    report, train = run(
+        tmp_path,
+        [],
+        tiny,
+        source=[Source(a, 0), Source(write(tmp_path / "c.jsonl", pairs(400, 1)), 1)],
+        eval_fraction=0.0,
+    )
     assert len(train) == 400 and report["dropped"] == {"left_out_by_weight": 400}
     for weight in (-1, 1e9, float("inf"), float("nan")):
         with pytest.raises(UserError, match="weight"):
             run(tmp_path, [], tiny, source=Source(a, weight))
     report, _ = run(tmp_path, [], tiny, source=[a, a])
     assert report["sources"][a] == {"shape": "chosen and rejected", "rows": 800, "kept": 400}
-    report, _ = run(tmp_path, [], tiny, source=[write(tmp_path / "none.jsonl", [""]), a])  # an empty file says nothing of the kind
+    report, _ = run(
+        tmp_path, [], tiny, source=[write(tmp_path / "none.jsonl", [""]), a]
+    )  # an empty file says nothing of the kind
     assert report["kind"] == "preference" and report["rows_in"] == 400
     other = write(tmp_path / "prompts.jsonl", [{"prompt": "q"}])
     with pytest.raises(UserError, match="prompts.jsonl:1: .*make no preference"):
@@ -664,16 +932,28 @@ def test_weights_and_several_sources(tmp_path, tiny):
 
 def test_answers_in_rows_of_their_own_become_pairs(tmp_path, tiny):
     rows = [
-        {"prompt": "q", "completion": "good", "label": True, "by": 1}, {"prompt": "r", "completion": "alone", "label": True}, {"prompt": "q", "completion": "bad", "label": False, "by": 2},
+        {"prompt": "q", "completion": "good", "label": True, "by": 1},
+        {"prompt": "r", "completion": "alone", "label": True},
+        {"prompt": "q", "completion": "bad", "label": False, "by": 2},
         {"prompt": "s", "completion": "", "label": False},
     ]
     report, (row,) = run(tmp_path, rows, tiny)
-    assert (report["kind"], row["prompt"], row["chosen"], row["rejected"], row["margin"]) == ("preference", [user("q")], "good", "bad", None)
+    assert (report["kind"], row["prompt"], row["chosen"], row["rejected"], row["margin"]) == (
+        "preference",
+        [user("q")],
+        "good",
+        "bad",
+        None,
+    )
     assert report["rows_in"] == 4 and report["candidates"] == 3
-    assert report["dropped"] == {"no_counterpart": 1, "empty_response": 1} and [r["by"] for r in json.loads(row["metadata"])["rows"]] == [1, 2]
+    assert report["dropped"] == {"no_counterpart": 1, "empty_response": 1} and [
+        r["by"] for r in json.loads(row["metadata"])["rows"]
+    ] == [1, 2]
     rated = [{"prompt": f"q{i % 3}", "response": f"answer {i}", "helpfulness": i} for i in range(9)]
     report, kept = run(tmp_path, rated, tiny, kind="preference", columns=Columns(reward="helpfulness"))
-    assert {(r["prompt"][0]["content"], r["chosen"], r["rejected"], r["margin"]) for r in kept} == {(f"q{i}", f"answer {i + 6}", f"answer {i}", 6.0) for i in range(3)}
+    assert {(r["prompt"][0]["content"], r["chosen"], r["rejected"], r["margin"]) for r in kept} == {
+        (f"q{i}", f"answer {i + 6}", f"answer {i}", 6.0) for i in range(3)
+    }
     report, kept = run(tmp_path, rated, tiny, kind="preference", columns=Columns(reward="helpfulness"), pairs="all")
     assert len(kept) == 9 and report["candidates"] == 9 == report["rows_in"]
     report, kept = run(tmp_path, rows, tiny, kind="trajectories")
@@ -684,12 +964,21 @@ def test_excluded_rows_are_left_out_by_id_or_prompt(tmp_path, tiny):
     """In strict mode too, for they are no bad rows; a half-written last line is passed over; other objects are refused."""
     rows = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
     ids = {row["prompt"][0]["content"]: row["id"] for row in run(tmp_path, rows, tiny)[1]}
-    (tmp_path / "a.jsonl").write_text(json.dumps({"id": ids["q0"]}) + "\n" + json.dumps({"prompt": [{"content": "q2", "role": "user"}]}) + '\n{"id": "')
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"id": ids["q0"]})
+        + "\n"
+        + json.dumps({"prompt": [{"content": "q2", "role": "user"}]})
+        + '\n{"id": "'
+    )
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "q3"}))
-    report, kept = run(tmp_path, rows, tiny, on_bad_row="error", exclude=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    report, kept = run(
+        tmp_path, rows, tiny, on_bad_row="error", exclude=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    )
     assert report["dropped"] == {"excluded": 3} and [row["prompt"] for row in kept] == [[user("q1")]]
     (tmp_path / "c.jsonl").write_text('{"x": 1}')
-    with pytest.raises(UserError, match="exclude suspicious is not a file"):  # a mistyped name is not looked up on the hub
+    with pytest.raises(
+        UserError, match="exclude suspicious is not a file"
+    ):  # a mistyped name is not looked up on the hub
         run(tmp_path, rows, tiny, exclude="suspicious")
     with pytest.raises(UserError, match="c.jsonl:1: exclude needs objects with an id or a prompt"):
         run(tmp_path, rows, tiny, exclude=str(tmp_path / "c.jsonl"))
@@ -703,22 +992,41 @@ def test_refresh_adds_only_what_is_new_and_moves_nothing(tmp_path, tiny):
     first = write(tmp_path / "first.jsonl", rows[:80])
     run(tmp_path, [], tiny, source=first, eval_fraction=0.3)
     before = {split: load(tmp_path / "out", split) for split in ("train", "test")}
-    more = [*rows[60:], {"prompt": before["test"][0]["prompt"][0]["content"], "chosen": "brand new", "rejected": "nothing"}]
-    more += [{"prompt": r["prompt"][0]["content"], "chosen": r["rejected"], "rejected": r["chosen"]} for r in before["train"][:3]]
+    more = [
+        *rows[60:],
+        {"prompt": before["test"][0]["prompt"][0]["content"], "chosen": "brand new", "rejected": "nothing"},
+    ]
+    more += [
+        {"prompt": r["prompt"][0]["content"], "chosen": r["rejected"], "rejected": r["chosen"]}
+        for r in before["train"][:3]
+    ]
     second = write(tmp_path / "second.jsonl", more)
     # another fraction and another seed must not move a prompt
-    report, train = run(tmp_path, [], tiny, source=[first, second], eval_fraction=0.6, seed=1, refresh=True, overwrite=False)
+    report, train = run(
+        tmp_path, [], tiny, source=[first, second], eval_fraction=0.6, seed=1, refresh=True, overwrite=False
+    )
     test = load(tmp_path / "out", "test")
     assert train[: len(before["train"])] == before["train"] and test[: len(before["test"])] == before["test"]
     assert not texts(train) & texts(test) and texts(train) | texts(test) == {r["prompt"] for r in rows}
     assert "brand new" in {r["chosen"] for r in test}
     assert report["dropped"] == {"already_there": 80 + 20, "contradicting_labels": 3}
-    assert report["added"]["rows"] == {"train": len(train) - len(before["train"]), "test": len(test) - len(before["test"])} and sum(report["added"]["rows"].values()) == 41
+    assert (
+        report["added"]["rows"]
+        == {"train": len(train) - len(before["train"]), "test": len(test) - len(before["test"])}
+        and sum(report["added"]["rows"].values()) == 41
+    )
     assert report["rows_out"] == {"train": len(train), "test": len(test)} and report["earlier"][0]["rows_in"] == 80
-    assert sorted(f.name for f in (tmp_path / "out").glob("*.parquet")) == [f"{s}-0000{i}-of-00002.parquet" for s in ("test", "train") for i in (0, 1)]
+    assert sorted(f.name for f in (tmp_path / "out").glob("*.parquet")) == [
+        f"{s}-0000{i}-of-00002.parquet" for s in ("test", "train") for i in (0, 1)
+    ]
     # nothing new: nothing changes
     report, again = run(tmp_path, [], tiny, source=[first, second], refresh=True, overwrite=False, eval_fraction=0.3)
-    assert again == train and load(tmp_path / "out", "test") == test and sum(report["added"]["rows"].values()) == 0 and len(report["earlier"]) == 2
+    assert (
+        again == train
+        and load(tmp_path / "out", "test") == test
+        and sum(report["added"]["rows"].values()) == 0
+        and len(report["earlier"]) == 2
+    )
     with pytest.raises(UserError, match="holds preference, so prompts cannot be added"):
         run(tmp_path, [], tiny, source=first, refresh=True, overwrite=False, kind="prompts")
 
@@ -738,15 +1046,34 @@ def test_refresh_refuses_what_would_mix_the_splits_and_keeps_other_files(tmp_pat
         run(tmp_path, [], tiny, **again, prompt_suffix="!", eval_source=official, exclude=official)
     more = write(tmp_path / "more.jsonl", [*rows[20:], "broken too"])
     report, train = run(tmp_path, [], tiny, **again | {"source": more}, prompt_suffix="!", eval_source=official)
-    assert (tmp_path / "out" / "NOTES.txt").read_text() == "mine" and [d["reason"] for d in drops(tmp_path / "out") if d["reason"] == "broken_row"] == ["broken_row"] * 2
-    assert report["rows_out"] == {"train": 40, "test": 6} and report["added"]["rows"] == {"train": 10, "test": 0} and len(train) == 40
+    assert (tmp_path / "out" / "NOTES.txt").read_text() == "mine" and [
+        d["reason"] for d in drops(tmp_path / "out") if d["reason"] == "broken_row"
+    ] == ["broken_row"] * 2
+    assert (
+        report["rows_out"] == {"train": 40, "test": 6}
+        and report["added"]["rows"] == {"train": 10, "test": 0}
+        and len(train) == 40
+    )
     import yaml
 
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["source"] == [source, more]
     # a new test row that is near to an earlier train prompt stays out, whatever its answers
     run(tmp_path, [r | {"prompt": f"{LONG} {r['prompt']}"} for r in rows[:6]], tiny)
-    near = write(tmp_path / "near.jsonl", [r | {"prompt": f"{LONG} {q['prompt']} now"} for q, r in zip(rows, rows[10:16])] + [rows[30]])
-    report, _ = run(tmp_path, [], tiny, source=str(tmp_path / "raw.jsonl"), refresh=True, overwrite=False, eval_source=near, eval_fraction=None, near_duplicates=0.8)
+    near = write(
+        tmp_path / "near.jsonl",
+        [r | {"prompt": f"{LONG} {q['prompt']} now"} for q, r in zip(rows, rows[10:16])] + [rows[30]],
+    )
+    report, _ = run(
+        tmp_path,
+        [],
+        tiny,
+        source=str(tmp_path / "raw.jsonl"),
+        refresh=True,
+        overwrite=False,
+        eval_source=near,
+        eval_fraction=None,
+        near_duplicates=0.8,
+    )
     assert texts(load(tmp_path / "out", "test")) == {rows[30]["prompt"]} and report["dropped"]["prompt_in_train"] == 6
 
 
@@ -761,7 +1088,15 @@ def test_refresh_of_nothing_starts(tmp_path, tiny):
 def test_the_output_does_not_depend_on_the_number_of_workers(tmp_path, tiny):
     write(tmp_path / "raw.jsonl", [*pairs(3200), "broken", *pairs(10)])
     for workers in (1, 3):
-        report, _ = run(tmp_path, [], tiny, source=str(tmp_path / "raw.jsonl"), workers=workers, output_dir=str(tmp_path / f"out{workers}"), eval_fraction=0.1)
+        report, _ = run(
+            tmp_path,
+            [],
+            tiny,
+            source=str(tmp_path / "raw.jsonl"),
+            workers=workers,
+            output_dir=str(tmp_path / f"out{workers}"),
+            eval_fraction=0.1,
+        )
         assert report["dropped"] == {"duplicate": 10, "broken_row": 1}
     a, b = (tmp_path / f"out{w}" for w in (1, 3))
     assert {f.name for f in a.iterdir()} == {f.name for f in b.iterdir()} and not list(tmp_path.glob(".out*"))
@@ -783,7 +1118,19 @@ def test_train_rows_are_shuffled_and_test_rows_keep_their_order(tmp_path, tiny):
 def started(tmp_path, tiny, rows, *options, **popen):
     """Stage 1 in a process of its own with two workers, which has finished three chunks or more: (process, raw file, folder of chunks)."""
     raw, chunks = write(tmp_path / "raw.jsonl", pairs(rows)), tmp_path / ".out.partial" / "chunks"
-    command = [sys.executable, "prepare_data.py", "--source", raw, "--tokenizer", tiny, "--output_dir", str(tmp_path / "out"), "--workers", "2", *options]
+    command = [
+        sys.executable,
+        "prepare_data.py",
+        "--source",
+        raw,
+        "--tokenizer",
+        tiny,
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--workers",
+        "2",
+        *options,
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, **{"stderr": subprocess.DEVNULL} | popen)
     while len(list(chunks.glob("*.arrow"))) < 3 and process.poll() is None:
         time.sleep(0.02)
@@ -791,7 +1138,11 @@ def started(tmp_path, tiny, rows, *options, **popen):
 
 
 def workers_of(process):
-    return [int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [
+        int(pid)
+        for task in Path(f"/proc/{process.pid}/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
 
 
 def test_a_run_that_is_killed_leaves_the_old_output_and_goes_on(tmp_path, tiny):
@@ -816,7 +1167,9 @@ def test_chunks_of_a_killed_run_are_used_again_only_if_nothing_changed(tmp_path,
     raw = write(tmp_path / "raw.jsonl", pairs(2500))
     made = []
     original = prepare_data.process_chunk
-    monkeypatch.setattr(prepare_data, "process_chunk", lambda chunk, work, file: made.append(file.name) or original(chunk, work, file))
+    monkeypatch.setattr(
+        prepare_data, "process_chunk", lambda chunk, work, file: made.append(file.name) or original(chunk, work, file)
+    )
     monkeypatch.setattr(prepare_data, "decide", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
     for changes, expected in [({}, 3), ({}, 0), ({"max_prompt_length": 100}, 3), ({"max_prompt_length": 100}, 0)]:
         made.clear()
@@ -849,7 +1202,13 @@ def test_workers_end_with_a_run_that_is_killed_and_two_runs_do_not_mix(tmp_path,
     process.kill()
     process.wait()
     deadline = time.time() + 10
-    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] for pid in workers) and time.time() < deadline:
+    while (
+        any(
+            Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]
+            for pid in workers
+        )
+        and time.time() < deadline
+    ):
         time.sleep(0.1)
     assert len(workers) == 2 and time.time() < deadline
     assert run(tmp_path, [], tiny, source=raw, eval_fraction=None)[0]["rows_in"] == 40_000
@@ -859,7 +1218,9 @@ def test_a_killed_worker_is_one_line_and_what_is_finished_is_kept(tmp_path, tiny
     process, _, chunks = started(tmp_path, tiny, 40_000, stderr=subprocess.PIPE, text=True)
     os.kill(workers_of(process)[0], signal.SIGKILL)
     error = process.communicate(timeout=120)[1]
-    assert process.returncode == 2 and error.count("\n") == 1 and error.startswith("error: a worker process was killed"), error
+    assert (
+        process.returncode == 2 and error.count("\n") == 1 and error.startswith("error: a worker process was killed")
+    ), error
     done = {file.name: file.stat().st_mtime_ns for file in chunks.glob("*.arrow")}
     assert 3 <= len(done) < 40
     at_the_end, original = {}, shutil.rmtree
@@ -876,7 +1237,10 @@ def test_a_killed_worker_is_one_line_and_what_is_finished_is_kept(tmp_path, tiny
 def test_chunks_are_promised_and_kept_only_where_the_next_run_can_use_them(tmp_path, tiny):
     tokenizer, output = load_tokenizer(tiny), tmp_path / "out"
     for all_local in (True, False):  # of the hub nobody can say whether it changed
-        with pytest.raises(UserError) as error, workshop(DataConfig("x", tiny, str(output)), output, [], all_local, tokenizer, set()):
+        with (
+            pytest.raises(UserError) as error,
+            workshop(DataConfig("x", tiny, str(output)), output, [], all_local, tokenizer, set()),
+        ):
             raise WorkerKilled("a worker was killed")
         assert str(error.value) == "a worker was killed" + "; what is finished is kept" * all_local
         assert (tmp_path / ".out.partial").exists() == all_local
@@ -888,7 +1252,15 @@ def test_options_without_effect_are_refused_before_the_earlier_output_is_read(tm
     run(tmp_path, [{"prompt": "a", "ground_truth": "1"}], tiny)
     monkeypatch.setattr(prepare_data, "read_file", None)
     with pytest.raises(UserError, match="pairs would have no effect on prompts; remove it"):
-        run(tmp_path, [{"prompt": "b", "ground_truth": "2"}], tiny, refresh=True, overwrite=False, eval_fraction=None, pairs="all")
+        run(
+            tmp_path,
+            [{"prompt": "b", "ground_truth": "2"}],
+            tiny,
+            refresh=True,
+            overwrite=False,
+            eval_fraction=None,
+            pairs="all",
+        )
 
 
 def test_odd_places_for_the_output(tmp_path, tiny, monkeypatch):
@@ -900,12 +1272,21 @@ def test_odd_places_for_the_output(tmp_path, tiny, monkeypatch):
     for place in (str(tmp_path / "link"), "a/b/c/", "../here/a/b/d"):
         for overwrite in (False, True):
             prepare(DataConfig(source=raw, tokenizer=tiny, output_dir=place, overwrite=overwrite, eval_fraction=0.0))
-    assert (tmp_path / "link").is_symlink() and all(len(load(folder, "train")) == 4 for folder in (tmp_path / "real", "a/b/c", "a/b/d"))
+    assert (tmp_path / "link").is_symlink() and all(
+        len(load(folder, "train")) == 4 for folder in (tmp_path / "real", "a/b/c", "a/b/d")
+    )
     for place in (".", "..", "/"):
         with pytest.raises(UserError, match="holds the current folder"):
             prepare(DataConfig(source=raw, tokenizer=tiny, output_dir=place))
     with pytest.raises(UserError, match="lies in output_dir"):
-        prepare(DataConfig(source=str(next((tmp_path / "real").glob("train*"))), tokenizer=tiny, output_dir=str(tmp_path / "real"), overwrite=True))
+        prepare(
+            DataConfig(
+                source=str(next((tmp_path / "real").glob("train*"))),
+                tokenizer=tiny,
+                output_dir=str(tmp_path / "real"),
+                overwrite=True,
+            )
+        )
 
 
 def test_a_run_that_was_killed_while_replacing_is_restored(tmp_path, tiny):
@@ -945,33 +1326,61 @@ def test_output_is_what_datasets_pandas_and_a_second_run_expect(tmp_path, tiny):
     assert table.column_names == list(row)
     with pytest.raises(UserError, match="is not empty"):
         run(tmp_path, rows, tiny, overwrite=False)
-    report, _ = run(tmp_path, [], tiny, source=str(tmp_path / "out"), output_dir=str(tmp_path / "again"))  # its own output is a source
-    assert report["rows_in"] == loaded["train"].num_rows and report["dropped"] == {}  # the train split of a folder that has splits
+    report, _ = run(
+        tmp_path, [], tiny, source=str(tmp_path / "out"), output_dir=str(tmp_path / "again")
+    )  # its own output is a source
+    assert (
+        report["rows_in"] == loaded["train"].num_rows and report["dropped"] == {}
+    )  # the train split of a folder that has splits
 
 
 def test_pandas_reads_the_output(tmp_path, tiny):
     pandas = pytest.importorskip("pandas")
     run(tmp_path, [{"prompt": "q", "response": "r", "reward": 0.5, "logprobs": [-1, -2]}], tiny)
     frame = pandas.read_parquet(next((tmp_path / "out").glob("train-*")))
-    assert frame["reward"].tolist() == [0.5] and frame["logprobs"][0].tolist() == [-1.0, -2.0] and frame["prompt"][0][0] == user("q")
+    assert (
+        frame["reward"].tolist() == [0.5]
+        and frame["logprobs"][0].tolist() == [-1.0, -2.0]
+        and frame["prompt"][0][0] == user("q")
+    )
 
 
 def test_report_page_and_the_numbers_in_it(tmp_path, tiny):
-    rows = [{"prompt": f"q{i} <b>", "chosen": "much longer & better", "rejected": "no"} for i in range(6)] + [{"prompt": "r", "chosen": "a", "rejected": "longer"}]
+    rows = [{"prompt": f"q{i} <b>", "chosen": "much longer & better", "rejected": "no"} for i in range(6)] + [
+        {"prompt": "r", "chosen": "a", "rejected": "longer"}
+    ]
     report, _ = run(tmp_path, [*rows, {"prompt": "x", "chosen": "a", "rejected": "a"}], tiny, near_duplicates=None)
     assert report["longer_answer_chosen"] == round(6 / 7, 4)
-    even = run(tmp_path, [{"prompt": f"q{i}", "chosen": "ab", "rejected": "cd"} for i in range(3)], tiny, output_dir=str(tmp_path / "even"), near_duplicates=None)[0]
+    even = run(
+        tmp_path,
+        [{"prompt": f"q{i}", "chosen": "ab", "rejected": "cd"} for i in range(3)],
+        tiny,
+        output_dir=str(tmp_path / "even"),
+        near_duplicates=None,
+    )[0]
     assert even["longer_answer_chosen"] == 0.5  # no preference for length
     assert report["tokens"]["chosen"] == {"p0": 2, "p50": 21, "p90": 21, "p99": 21, "p100": 21}
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "equal_answers" in page and "<svg" in page and "&lt;b&gt;" in page and "<b>" not in page and "<mark>much longer &amp; better" in page
-    assert "http" not in page.replace("http://www.w3.org", "").replace("http://creativecommons.org", "").replace("http://purl.org", "").replace("https://matplotlib.org", "")
+    assert (
+        "equal_answers" in page
+        and "<svg" in page
+        and "&lt;b&gt;" in page
+        and "<b>" not in page
+        and "<mark>much longer &amp; better" in page
+    )
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://creativecommons.org", "").replace(
+        "http://purl.org", ""
+    ).replace("https://matplotlib.org", "")
 
 
 def test_d16_one_decoded_example_is_printed_with_its_marks(tmp_path, tiny, capsys):
     run(tmp_path, [{"prompt": "What?", "chosen": "That.", "rejected": "No."}], tiny)
     printed = capsys.readouterr().out
-    assert "<|start|>user\nWhat?<|end|>\n<|start|>assistant\n" in printed and "chosen: ‹That.<|end|>›" in printed and "preference, chosen and rejected (from " in printed
+    assert (
+        "<|start|>user\nWhat?<|end|>\n<|start|>assistant\n" in printed
+        and "chosen: ‹That.<|end|>›" in printed
+        and "preference, chosen and rejected (from " in printed
+    )
 
 
 def test_tfidf_by_hand():
@@ -986,8 +1395,29 @@ def test_tfidf_by_hand():
 
 
 def test_coverage_finds_close_neighbours_and_lists_prompts_without(tmp_path, tiny):
-    train = [{"prompt": p} for p in ("How do I bake sourdough bread at home?", "Write a poem about the autumn rain.", "Explain how vaccines protect people.", "What is the best way to learn chess?")]
-    real = write(tmp_path / "real.jsonl", [{"prompt": "how can I bake bread with sourdough at home"}, {"prompt": "Fix my kubernetes ingress controller"}, {"prompt": [user("hi"), {"role": "assistant", "content": "?"}, user("Explain how vaccines protect people.")]}])
+    train = [
+        {"prompt": p}
+        for p in (
+            "How do I bake sourdough bread at home?",
+            "Write a poem about the autumn rain.",
+            "Explain how vaccines protect people.",
+            "What is the best way to learn chess?",
+        )
+    ]
+    real = write(
+        tmp_path / "real.jsonl",
+        [
+            {"prompt": "how can I bake bread with sourdough at home"},
+            {"prompt": "Fix my kubernetes ingress controller"},
+            {
+                "prompt": [
+                    user("hi"),
+                    {"role": "assistant", "content": "?"},
+                    user("Explain how vaccines protect people."),
+                ]
+            },
+        ],
+    )
     report, _ = run(tmp_path, train, tiny, coverage=Coverage(real, 0.5))
     assert report["coverage"]["covered"] == 2 and report["coverage"]["share"] == 0.6667
     lines = [json.loads(line) for line in (tmp_path / "out" / "coverage.jsonl").read_text().splitlines()]
@@ -1002,16 +1432,35 @@ def test_noise_filter_writes_contradicted_train_pairs_aside(tmp_path, tiny, pref
     from train_reward import RewardTrainConfig, train
     from utils.config import ModelConfig
 
-    train(RewardTrainConfig(ModelConfig(tiny), preferences, str(tmp_path / "rm"), lora=None, train_batch_size=16, epochs=6, lr=3e-3, report_to="none"))
+    train(
+        RewardTrainConfig(
+            ModelConfig(tiny),
+            preferences,
+            str(tmp_path / "rm"),
+            lora=None,
+            train_batch_size=16,
+            epochs=6,
+            lr=3e-3,
+            report_to="none",
+        )
+    )
     rows = [{"prompt": f"p{i}", "chosen": f"yes {i % 7}", "rejected": f"no {i % 5}"} for i in range(40)]
     for i in range(0, 40, 8):
         rows[i]["chosen"], rows[i]["rejected"] = rows[i]["rejected"], rows[i]["chosen"]
-    report, kept = run(tmp_path, rows, tiny, filter=Filter(str(tmp_path / "rm" / "final")), eval_fraction=0.3, near_duplicates=None)
+    report, kept = run(
+        tmp_path, rows, tiny, filter=Filter(str(tmp_path / "rm" / "final")), eval_fraction=0.3, near_duplicates=None
+    )
     test = load(tmp_path / "out", "test")
     aside = [json.loads(line) for line in (tmp_path / "out" / "contradicted.jsonl").read_text().splitlines()]
     swapped = {f"p{i}" for i in range(0, 40, 8)}
-    assert texts(aside) == swapped - texts(test) and texts(kept) == {f"p{i}" for i in range(40)} - texts(test) - swapped and texts(test) & swapped
-    assert report["dropped"] == {"contradicted_by_reward_model": len(aside)} and all(a["score_chosen"] < a["score_rejected"] and a["probability"] < 0.05 for a in aside)
+    assert (
+        texts(aside) == swapped - texts(test)
+        and texts(kept) == {f"p{i}" for i in range(40)} - texts(test) - swapped
+        and texts(test) & swapped
+    )
+    assert report["dropped"] == {"contradicted_by_reward_model": len(aside)} and all(
+        a["score_chosen"] < a["score_rejected"] and a["probability"] < 0.05 for a in aside
+    )
 
 
 def test_folders_of_the_wrong_kind_are_refused(tmp_path, tiny):
@@ -1027,12 +1476,25 @@ def test_folders_of_the_wrong_kind_are_refused(tmp_path, tiny):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"eval_fraction": 1.0}, "eval_fraction"), ({"near_duplicates": 0.2}, "near_duplicates"), ({"workers": 0}, "workers"), ({"max_response_length": 1}, "max_response_length"),
-        ({"kind": "prompts", "long_response": "truncate"}, "no effect on prompts"), ({"kind": "prompts", "pairs": "all"}, "no effect on prompts"), ({"refresh": True}, "refresh keeps"),
-        ({"source": '[{"pth": "x"}]'}, "is not valid"), ({"source": Source("raw.jsonl", -1)}, "weight"), ({"hub": Hub(name="main")}, "hub.* is set"), ({"source": []}, "source is empty"),
-        ({"columns": Columns(reward="rejected")}, "columns.reward would have no effect on preference, chosen and rejected"), ({"columns": Columns(prompt="ask")}, "no column 'ask'"),
+        ({"eval_fraction": 1.0}, "eval_fraction"),
+        ({"near_duplicates": 0.2}, "near_duplicates"),
+        ({"workers": 0}, "workers"),
+        ({"max_response_length": 1}, "max_response_length"),
+        ({"kind": "prompts", "long_response": "truncate"}, "no effect on prompts"),
+        ({"kind": "prompts", "pairs": "all"}, "no effect on prompts"),
+        ({"refresh": True}, "refresh keeps"),
+        ({"source": '[{"pth": "x"}]'}, "is not valid"),
+        ({"source": Source("raw.jsonl", -1)}, "weight"),
+        ({"hub": Hub(name="main")}, "hub.* is set"),
+        ({"source": []}, "source is empty"),
+        (
+            {"columns": Columns(reward="rejected")},
+            "columns.reward would have no effect on preference, chosen and rejected",
+        ),
+        ({"columns": Columns(prompt="ask")}, "no column 'ask'"),
         ({"source": ".", "output_dir": "out"}, "lies inside the source"),
-        ({"coverage": Coverage("real.txt")}, "coverage.prompts real.txt does not exist"), ({"coverage": Coverage("conftest.py")}, "unknown file type"),
+        ({"coverage": Coverage("real.txt")}, "coverage.prompts real.txt does not exist"),
+        ({"coverage": Coverage("conftest.py")}, "unknown file type"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path, tiny, changes, message, monkeypatch):
@@ -1061,7 +1523,28 @@ def damage(rng, text):
     else:
         row = json.loads(text)
         key = rng.choice(list(row))
-        value = rng.choice([None, 7, -1.5, True, "", " ", [], {}, [None], {"a": 1}, "\ud83d", "\x00", "é" * 3, [user("q")], [{"role": None, "content": "x"}], 10**30, float("nan"), float("inf")])
+        value = rng.choice(
+            [
+                None,
+                7,
+                -1.5,
+                True,
+                "",
+                " ",
+                [],
+                {},
+                [None],
+                {"a": 1},
+                "\ud83d",
+                "\x00",
+                "é" * 3,
+                [user("q")],
+                [{"role": None, "content": "x"}],
+                10**30,
+                float("nan"),
+                float("inf"),
+            ]
+        )
         if what == 4:
             del row[key]
         elif what == 5:
@@ -1076,8 +1559,17 @@ def damage(rng, text):
     "good",
     [
         {"prompt": "What is a cat?", "chosen": "An animal é 😀.", "rejected": "A plant.", "margin": 1.5},
-        {"chosen": "\n\nHuman: hi\n\nAssistant: Hello there", "rejected": "\n\nHuman: hi\n\nAssistant: Go away", "meta": {"x": [1]}},
-        {"prompt": [user("q"), {"role": "assistant", "content": "r"}, user("s")], "response": "t", "reward": 0.5, "logprobs": [-1, -2]},
+        {
+            "chosen": "\n\nHuman: hi\n\nAssistant: Hello there",
+            "rejected": "\n\nHuman: hi\n\nAssistant: Go away",
+            "meta": {"x": [1]},
+        },
+        {
+            "prompt": [user("q"), {"role": "assistant", "content": "r"}, user("s")],
+            "response": "t",
+            "reward": 0.5,
+            "logprobs": [-1, -2],
+        },
         {"prompt": "q", "responses": ["a", "b", "c"], "scores": [1, 2, 3]},
         {"question": "2+2?", "answer": "#### 4", "level": None},
     ],
@@ -1089,10 +1581,14 @@ def test_random_damage_never_gives_a_traceback_a_loss_or_a_literal_none(tmp_path
     (tmp_path / "raw.jsonl").write_bytes(b"\n".join(lines))
     report, rows = run(tmp_path, [], tiny, source=str(tmp_path / "raw.jsonl"), eval_fraction=0.1)
     everything = rows + load(tmp_path / "out", "test")
-    assert report["rows_in"] == sum(bool(line.strip()) for line in lines) and report["candidates"] == len(everything) + sum(report["dropped"].values())
+    assert report["rows_in"] == sum(bool(line.strip()) for line in lines) and report["candidates"] == len(
+        everything
+    ) + sum(report["dropped"].values())
     assert len(drops(tmp_path / "out")) == sum(report["dropped"].values()) and everything
     for row in everything:
-        for part in [m["content"] for m in row["prompt"]] + [row.get(name) or "" for name in ("chosen", "rejected", "response", "ground_truth", "reference")]:
+        for part in [m["content"] for m in row["prompt"]] + [
+            row.get(name) or "" for name in ("chosen", "rejected", "response", "ground_truth", "reference")
+        ]:
             assert part == part.encode().decode() and not re.search(r"None|b'|\bnan\b|\x00", part)
     for reason in report["dropped"]:
         assert reason.isidentifier()
@@ -1100,8 +1596,13 @@ def test_random_damage_never_gives_a_traceback_a_loss_or_a_literal_none(tmp_path
     array = json.dumps([good] * 30).encode()
     pa.parquet.write_table(pa.Table.from_pylist([good] * 30), tmp_path / "whole.parquet")
     whole = (tmp_path / "whole.parquet").read_bytes()
-    for i in range(40):
-        for name, data in (("d.json", array), ("d.parquet", whole), ("d.jsonl.gz", gzip.compress(array)), ("d.csv", array)):
+    for _ in range(40):
+        for name, data in (
+            ("d.json", array),
+            ("d.parquet", whole),
+            ("d.jsonl.gz", gzip.compress(array)),
+            ("d.csv", array),
+        ):
             data = bytearray(data)
             for _ in range(rng.randrange(1, 4)):
                 data[rng.randrange(len(data))] = rng.randrange(256)

@@ -4,8 +4,7 @@ import json
 import subprocess
 
 import pytest
-
-from conftest import ROOT
+from helpers import ROOT
 
 
 @pytest.mark.slow

@@ -14,13 +14,21 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from helpers import CPU, ROOT, base_config, given_rollouts, ppo_config, stir, weights_of
 from safetensors.torch import load_file
 
 import train_ppo
-from conftest import ROOT
-from test_models import CPU, ppo_config, stir
-from test_ppo import base_config, given_rollouts, weights_of
-from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, mini_batch_step, new_state, train, update
+from train_ppo import (
+    AlgorithmConfig,
+    CriticConfig,
+    RolloutConfig,
+    build_roles,
+    experience,
+    mini_batch_step,
+    new_state,
+    train,
+    update,
+)
 from utils.checkpoint import load_checkpoint
 from utils.config import RunStopped, UserError, to_dict
 from utils.data import load_prompts
@@ -33,13 +41,21 @@ def events(folder):
 
 
 def guards(folder, **limits):
-    return Guards(GuardConfig(enabled=True, **limits), folder, {"rollbacks": 0, "skips": 0, "warned": [], "kl_history": []}, True)
+    return Guards(
+        GuardConfig(enabled=True, **limits), folder, {"rollbacks": 0, "skips": 0, "warned": [], "kl_history": []}, True
+    )
 
 
 def healthy(**changes):
     return {
-        "objective/kl": 0.1, "objective/kl_per_token": 0.01, "objective/score_mean": 0.0, "objective/score_std": 0.1, "objective/entropy": 2.0,
-        "rollout/empty_fraction": 0.0, "rollout/truncated_fraction": 0.0, "rollout/distinct_2": 0.9,
+        "objective/kl": 0.1,
+        "objective/kl_per_token": 0.01,
+        "objective/score_mean": 0.0,
+        "objective/score_std": 0.1,
+        "objective/entropy": 2.0,
+        "rollout/empty_fraction": 0.0,
+        "rollout/truncated_fraction": 0.0,
+        "rollout/distinct_2": 0.9,
     } | changes
 
 
@@ -57,7 +73,8 @@ def test_update_kl_by_value(tmp_path):
             guard.check_update(3, value)
         assert (problem.value.before, problem.value.lr_factor, problem.value.kl_factor) == (2, 0.1, 1.0)
     assert [(e["guard"], e["action"], e["step"], e["limit"]) for e in events(tmp_path)[:2]] == [
-        ("update_kl", "skipping the rest of the step", 3, 0.02), ("update_kl", "rolling back", 3, 0.02)
+        ("update_kl", "skipping the rest of the step", 3, 0.02),
+        ("update_kl", "rolling back", 3, 0.02),
     ]
 
 
@@ -102,7 +119,9 @@ def test_bad_gradients_are_skipped_then_rolled_back(tiny, tmp_path):
     before = {n: p.detach().clone() for n, p in model.trainable().items()}
     guard = guards(tmp_path, update_kl=None, grad_norm=1e-9, max_skips=3)
     update(rows, tensors, model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1, guard)
-    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.trainable().items()) and not optimizer.state
+    assert (
+        all(torch.equal(p, before[n]) and p.grad is None for n, p in model.trainable().items()) and not optimizer.state
+    )
     assert guard.state["skips"] == 2 and len(events(tmp_path)) == 2  # one for each optimizer step
     with pytest.raises(RollBack):
         update(rows, tensors, model, optimizer, cfg, 2, 0, Accelerator(cpu=True), 0.1, guard)
@@ -133,9 +152,14 @@ def test_reference_kl_goes_back_to_what_is_known_to_be_good(tmp_path):
 )
 def test_warnings_say_the_likely_cause_once(tmp_path, limit, metric, value, cause):
     guard = guards(tmp_path, reward_std=None, **limit)
-    for step, now in enumerate((healthy(), healthy(**{metric: value}), healthy(**{metric: value}), healthy(), healthy(**{metric: value})), 1):
+    for step, now in enumerate(
+        (healthy(), healthy(**{metric: value}), healthy(**{metric: value}), healthy(), healthy(**{metric: value})), 1
+    ):
         guard.check_rollouts(step, now, [], [], "d")
-    assert [(e["step"], e["guard"], e["action"]) for e in events(tmp_path)] == [(2, *limit, "going on"), (5, *limit, "going on")]
+    assert [(e["step"], e["guard"], e["action"]) for e in events(tmp_path)] == [
+        (2, *limit, "going on"),
+        (5, *limit, "going on"),
+    ]
     assert cause in events(tmp_path)[0]["message"]
 
 
@@ -155,8 +179,21 @@ def test_a_first_ratio_that_is_not_one_is_explained(tiny, tmp_path):
     rows = given_rollouts(dataclasses.replace(cfg, rollout=RolloutConfig(temperature=0.5)), model)
     tensors, _ = experience(rows, cfg, 0.1)
     guard = Guards(GuardConfig(), tmp_path, new_state(cfg), True)
-    update(rows, tensors, model, torch.optim.SGD(model.trainable().values(), lr=0.0), cfg, 1, 0, Accelerator(cpu=True), 0.1, guard)
-    assert [e["guard"] for e in events(tmp_path)] == ["first_ratio"] and "temperature" in events(tmp_path)[0]["message"]
+    update(
+        rows,
+        tensors,
+        model,
+        torch.optim.SGD(model.trainable().values(), lr=0.0),
+        cfg,
+        1,
+        0,
+        Accelerator(cpu=True),
+        0.1,
+        guard,
+    )
+    assert [e["guard"] for e in events(tmp_path)] == ["first_ratio"] and "temperature" in events(tmp_path)[0][
+        "message"
+    ]
 
 
 # --- whole runs
@@ -169,7 +206,13 @@ def uneven(prompts, responses, **columns):
 
 def test_scattered_rewards_are_written_aside_and_the_run_goes_on(tiny, preferences, tmp_path):
     cfg = base_config(
-        tiny, preferences, tmp_path / "run", total_steps=3, save_every=1, lr=1e-4, guards=GuardConfig(enabled=True, update_kl=None, grad_norm=None),
+        tiny,
+        preferences,
+        tmp_path / "run",
+        total_steps=3,
+        save_every=1,
+        lr=1e-4,
+        guards=GuardConfig(enabled=True, update_kl=None, grad_norm=None),
         reward_model=RewardConfig(style="function", function="test_guards:uneven"),
     )
     assert len(train(cfg)) == 3
@@ -181,7 +224,10 @@ def test_scattered_rewards_are_written_aside_and_the_run_goes_on(tiny, preferenc
     from utils.config import parse_config
 
     report = prepare(parse_config(DataConfig, [*command[1:], "--output_dir", str(tmp_path / "clean")]))
-    assert report["dropped"]["excluded"] == len({line["id"] for line in lines}) == 3 and report["rows_out"]["train"] == len(load_prompts(preferences, "train")) - 3
+    assert (
+        report["dropped"]["excluded"] == len({line["id"] for line in lines}) == 3
+        and report["rows_out"]["train"] == len(load_prompts(preferences, "train")) - 3
+    )
 
 
 def test_rolling_back_restores_everything_and_ends(tiny, preferences, tmp_path, monkeypatch):
@@ -190,14 +236,29 @@ def test_rolling_back_restores_everything_and_ends(tiny, preferences, tmp_path, 
     order = train_ppo.prompt_order
     monkeypatch.setattr(train_ppo, "prompt_order", lambda *args: chosen.append(order(*args)) or chosen[-1])
     cfg = base_config(
-        tiny, preferences, tmp_path / "run", save_every=1, keep_last=2,
-        guards=GuardConfig(enabled=True, update_kl=None, grad_norm=None, reward_std=None, reference_kl=1e-9, max_rollbacks=2),
+        tiny,
+        preferences,
+        tmp_path / "run",
+        save_every=1,
+        keep_last=2,
+        guards=GuardConfig(
+            enabled=True, update_kl=None, grad_norm=None, reward_std=None, reference_kl=1e-9, max_rollbacks=2
+        ),
     )
     with pytest.raises(RunStopped, match="last good checkpoint is .*step_000000"):
         train(cfg)
     found = events(tmp_path / "run")
-    assert [e["guard"] for e in found] == ["reference_kl", "rollback", "reference_kl", "rollback", "reference_kl", "max_rollbacks"]
-    assert len(chosen) == 6 and chosen == [order(len(load_prompts(preferences, "train")), 8 * i, 8, 0) for i in range(6)]  # never the same prompts again
+    assert [e["guard"] for e in found] == [
+        "reference_kl",
+        "rollback",
+        "reference_kl",
+        "rollback",
+        "reference_kl",
+        "max_rollbacks",
+    ]
+    assert len(chosen) == 6 and chosen == [
+        order(len(load_prompts(preferences, "train")), 8 * i, 8, 0) for i in range(6)
+    ]  # never the same prompts again
     state = json.loads((tmp_path / "run" / "checkpoints" / "step_000000" / "state.json").read_text())["state"]
     assert state["rollbacks"] == 2 and state["kl_coef"] == pytest.approx(0.05 * 4) and state["lr_scale"] == 1.0
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000000"]
@@ -221,11 +282,19 @@ def test_rolling_back_never_deletes_the_last_checkpoint_and_adds_up(tiny, prefer
 
     monkeypatch.setattr(Guards, "check_rollouts", check_rollouts)
     cfg = base_config(
-        tiny, preferences, tmp_path / "run", save_every=1, total_steps=8, lr=1e-3,
+        tiny,
+        preferences,
+        tmp_path / "run",
+        save_every=1,
+        total_steps=8,
+        lr=1e-3,
         guards=GuardConfig(enabled=True, update_kl=None, grad_norm=None, reward_std=None, reference_kl=5.0),
     )
     steps = train(cfg)
-    assert [e["action"] for e in events(tmp_path / "run") if e["guard"] == "rollback"] == ["going on from step 5", "going on from step 5"]
+    assert [e["action"] for e in events(tmp_path / "run") if e["guard"] == "rollback"] == [
+        "going on from step 5",
+        "going on from step 5",
+    ]
     assert [s["step"] for s in steps] == list(range(1, 9))
     assert [round(s["objective/kl_coef"], 6) for s in steps] == [0.05] * 5 + [0.2] * 3  # doubled twice
 
@@ -257,14 +326,33 @@ def test_without_a_limit_on_update_kl_no_forward_is_spent_on_it(tiny, tmp_path, 
     model = build_roles(cfg, CPU)
     rows = given_rollouts(cfg, model)
     optimizer = torch.optim.SGD(model.trainable().values(), lr=0.1)
-    update(rows, experience(rows, cfg, 0.1)[0], model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1, guards(tmp_path, update_kl=None))
+    update(
+        rows,
+        experience(rows, cfg, 0.1)[0],
+        model,
+        optimizer,
+        cfg,
+        1,
+        0,
+        Accelerator(cpu=True),
+        0.1,
+        guards(tmp_path, update_kl=None),
+    )
 
 
 def test_steps_that_were_all_skipped_can_be_gone_on_from(tiny, preferences, tmp_path):
     """No optimizer step is ever taken, so the checkpoints hold no moments: the third in a row goes back, the next third ends the run."""
     cfg = base_config(
-        tiny, preferences, tmp_path / "run", save_every=1, total_steps=2, ppo_epochs=1, ppo_mini_batch_size=8,
-        guards=GuardConfig(enabled=True, update_kl=None, grad_norm=1e-9, reward_std=None, max_skips=3, max_rollbacks=1),
+        tiny,
+        preferences,
+        tmp_path / "run",
+        save_every=1,
+        total_steps=2,
+        ppo_epochs=1,
+        ppo_mini_batch_size=8,
+        guards=GuardConfig(
+            enabled=True, update_kl=None, grad_norm=1e-9, reward_std=None, max_skips=3, max_rollbacks=1
+        ),
     )
     assert [s["step"] for s in train(cfg)] == [1, 2]
     with pytest.raises(RunStopped, match="is used up at step 5; the last good checkpoint is .*step_000004"):
@@ -274,27 +362,48 @@ def test_steps_that_were_all_skipped_can_be_gone_on_from(tiny, preferences, tmp_
 def test_a_learning_rate_far_too_high_recovers(tiny, preferences, tmp_path):
     """1000 times the rate of the toy task. Roll-backs lower it until the run learns."""
     cfg = base_config(
-        tiny, preferences, tmp_path / "run", lora=None, critic=CriticConfig("shared"), train_batch_size=64, ppo_mini_batch_size=32,
-        ppo_micro_batch_size_per_gpu=32, log_prob_micro_batch_size_per_gpu=64, total_steps=25, lr=3.0, save_every=1,
-        algorithm=AlgorithmConfig(kl_coef=0.0), guards=GuardConfig(enabled=True, update_kl=0.15, grad_norm=None, reward_std=None),
+        tiny,
+        preferences,
+        tmp_path / "run",
+        lora=None,
+        critic=CriticConfig("shared"),
+        train_batch_size=64,
+        ppo_mini_batch_size=32,
+        ppo_micro_batch_size_per_gpu=32,
+        log_prob_micro_batch_size_per_gpu=64,
+        total_steps=25,
+        lr=3.0,
+        save_every=1,
+        algorithm=AlgorithmConfig(kl_coef=0.0),
+        guards=GuardConfig(enabled=True, update_kl=0.15, grad_norm=None, reward_std=None),
     )
     steps = train(cfg)
     rollbacks = [e for e in events(tmp_path / "run") if e["guard"] == "rollback"]
     assert 1 <= len(rollbacks) <= 3 and "going on from step 0" in rollbacks[0]["action"]
-    assert [s["step"] for s in steps] == list(range(1, 26)) and steps[-1]["policy/lr"] == pytest.approx(3.0 * 0.1 ** len(rollbacks))
+    assert [s["step"] for s in steps] == list(range(1, 26)) and steps[-1]["policy/lr"] == pytest.approx(
+        3.0 * 0.1 ** len(rollbacks)
+    )
     assert steps[-1]["objective/score_mean"] > steps[0]["objective/score_mean"] + 0.3
 
 
 def test_exit_code_3(tiny, preferences, tmp_path):
     cfg = base_config(
-        tiny, preferences, tmp_path / "run", save_every=1, guards=GuardConfig(enabled=True, reference_kl=1e-9, max_rollbacks=0, update_kl=None),
+        tiny,
+        preferences,
+        tmp_path / "run",
+        save_every=1,
+        guards=GuardConfig(enabled=True, reference_kl=1e-9, max_rollbacks=0, update_kl=None),
     )
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(cfg)))
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, str(ROOT / "train_ppo.py"), "--config", str(tmp_path / "run.yaml")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 3 and result.stderr.strip().splitlines()[-1].startswith("stopped: guards.max_rollbacks 0 is used up at step 2")
-    finished = subprocess.run([*command, "--resume", "auto", "--total_steps", "1"], capture_output=True, text=True, env=environment)
+    assert result.returncode == 3 and result.stderr.strip().splitlines()[-1].startswith(
+        "stopped: guards.max_rollbacks 0 is used up at step 2"
+    )
+    finished = subprocess.run(
+        [*command, "--resume", "auto", "--total_steps", "1"], capture_output=True, text=True, env=environment
+    )
     assert finished.returncode == 0 and (tmp_path / "run" / "final" / "model.safetensors").exists()
     assert "Traceback" not in result.stderr
 
@@ -315,7 +424,11 @@ def test_a_damaged_checkpoint_is_left_out(tiny, preferences, tmp_path, capsys):
     capsys.readouterr()
     steps = train(dataclasses.replace(cfg, resume="auto"))
     out = capsys.readouterr().out
-    assert f"{checkpoints[2]} is damaged" in out and f"{checkpoints[1]} is damaged" in out and f"resumed from {checkpoints[0]}" in out
+    assert (
+        f"{checkpoints[2]} is damaged" in out
+        and f"{checkpoints[1]} is damaged" in out
+        and f"resumed from {checkpoints[0]}" in out
+    )
     assert [s["step"] for s in steps] == [3, 4]
     again = weights_of(tmp_path / "run")
     assert all(torch.equal(wanted[f][n], again[f][n]) for f in wanted for n in wanted[f])
@@ -338,11 +451,21 @@ def test_a_checkpoint_that_lacks_something_names_it(tiny, preferences, tmp_path)
 @pytest.mark.slow
 def test_killed_at_any_moment_a_run_ends_as_if_it_had_not_been(tiny, preferences, tmp_path):
     """kill -9 at 20 random moments, between two steps, within one, while a checkpoint is written; resumed each time."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}  # sums depend on the number of threads
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+    }  # sums depend on the number of threads
 
     def command(folder):
         cfg = base_config(
-            tiny, preferences, tmp_path / folder, total_steps=100, save_every=1, lr=1e-3, rollout=RolloutConfig(n=2), resume="auto",
+            tiny,
+            preferences,
+            tmp_path / folder,
+            total_steps=100,
+            save_every=1,
+            lr=1e-3,
+            rollout=RolloutConfig(n=2),
+            resume="auto",
             algorithm=AlgorithmConfig(kl_coef=0.02),
         )
         (tmp_path / f"{folder}.yaml").write_text(yaml.safe_dump(to_dict(cfg)))
@@ -355,7 +478,10 @@ def test_killed_at_any_moment_a_run_ends_as_if_it_had_not_been(tiny, preferences
         return metrics.read_bytes() if metrics.exists() else b""
 
     for _ in range(20):
-        before, process = written(), subprocess.Popen(command("killed"), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before, process = (
+            written(),
+            subprocess.Popen(command("killed"), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL),
+        )
         while process.poll() is None and written() == before:
             time.sleep(0.005)  # until this process has done a step
         time.sleep(rng.uniform(0, 0.6))
@@ -365,7 +491,10 @@ def test_killed_at_any_moment_a_run_ends_as_if_it_had_not_been(tiny, preferences
     assert subprocess.run(command("killed"), env=environment, capture_output=True).returncode == 0
     a, b = weights_of(tmp_path / "straight"), weights_of(tmp_path / "killed")
     assert a.keys() == b.keys() and all(torch.equal(a[f][n], b[f][n]) for f in a for n in a[f])
-    lines = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()] for run in ("straight", "killed")]
+    lines = [
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("straight", "killed")
+    ]
     timing = ("time/", "memory/", "rollout/tokens_per")
     cleaned = [[{k: v for k, v in line.items() if not k.startswith(timing)} for line in run] for run in lines]
     assert cleaned[0] == cleaned[1] and len(cleaned[0]) == 100

@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from helpers import ROOT, byte_tokenizer, launch
 
 import utils.loader
-from conftest import ROOT, byte_tokenizer
 from prepare_data import DataConfig, prepare
-from test_ppo import launch
 from train_reward import RewardTrainConfig, encode_pairs, micro_batches, train
 from utils.config import LoraOptions, ModelConfig, UserError
 from utils.data import load_rows
@@ -132,13 +131,17 @@ def test_going_on_reads_nothing_of_the_windows_before(numbers, monkeypatch):
     windows = [[block.first for block in window] for window in loader.windows(3)]
     wanted = next(islice(loader.batches(3 * loader.per_epoch + 9), 1))
     assert len(wanted) == 500 and {first for first, _ in read} == set(windows[2])
-    assert sum(count for _, count in read) == sum(block.rows for block in list(loader.windows(3))[2]) - (4500 - sum(
-        block.rows for window in list(loader.windows(3))[:2] for block in window
-    ))
+    assert sum(count for _, count in read) == sum(block.rows for block in list(loader.windows(3))[2]) - (
+        4500 - sum(block.rows for window in list(loader.windows(3))[:2] for block in window)
+    )
 
 
 def test_depth_of_prefetching_changes_nothing(numbers):
-    assert take(numbered(numbers, prefetch=1), 100) == take(numbered(numbers, prefetch=8), 100) == list(islice(numbered(numbers).batches(0), 100))
+    assert (
+        take(numbered(numbers, prefetch=1), 100)
+        == take(numbered(numbers, prefetch=8), 100)
+        == list(islice(numbered(numbers).batches(0), 100))
+    )
 
 
 # --- formats
@@ -146,13 +149,15 @@ def test_depth_of_prefetching_changes_nothing(numbers):
 
 ROWS = [
     {"prompt": "Caf\u00e9?", "chosen": "\u00e9\u00e8 \U0001f600 one\u2028two", "rejected": "no", "margin": 0.5},
-    {"prompt": "a\u0085b \ufeffc", "chosen": "tab\tand \"quotes\"", "rejected": "line\nbreak", "margin": 2.0},
+    {"prompt": "a\u0085b \ufeffc", "chosen": 'tab\tand "quotes"', "rejected": "line\nbreak", "margin": 2.0},
     {"prompt": "plain", "chosen": "x" * 300, "rejected": "\u4e2d\u6587", "margin": -1.25},
 ]
 
 
 def write_formats(folder, rows: list[dict]) -> list[str]:
-    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")  # no \n at the end
+    (folder / "rows.jsonl").write_text(
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
+    )  # no \n at the end
     escaped = b"\xef\xbb\xbf" + b"\r\n \r\n".join(json.dumps(row).encode() for row in rows) + b"\n"  # BOM, blank lines
     (folder / "windows.jsonl").write_bytes(escaped)
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=2)
@@ -175,13 +180,20 @@ def test_all_formats_give_equal_rows(tmp_path):
     for file in files:
         (rows,) = take(Batches(file, "train", PREFERENCE, 3, shuffle=False), 1)
         assert [row.pop("id").removeprefix(file) for row in rows] == {
-            "rows.h5": [":row 1", ":row 2", ":row 3"], "fixed.hdf5": [":train[0]", ":train[1]", ":train[2]"], "windows.jsonl": [":1", ":3", ":5"],
+            "rows.h5": [":row 1", ":row 2", ":row 3"],
+            "fixed.hdf5": [":train[0]", ":train[1]", ":train[2]"],
+            "windows.jsonl": [":1", ":3", ":5"],
         }.get(file.split("/")[-1], [":1", ":2", ":3"])
         found.append(rows)
-    wanted = [row | {"prompt": [{"role": "user", "content": row["prompt"]}], "source": None, "metadata": None} for row in ROWS]
+    wanted = [
+        row | {"prompt": [{"role": "user", "content": row["prompt"]}], "source": None, "metadata": None}
+        for row in ROWS
+    ]
     assert found == [wanted] * 5
     together = Batches(files, "train", PREFERENCE, 15, shuffle=False)
-    assert together.rows == 15 and [row["margin"] for row in take(together, 1)[0]] == [row["margin"] for row in ROWS] * 5
+    assert (
+        together.rows == 15 and [row["margin"] for row in take(together, 1)[0]] == [row["margin"] for row in ROWS] * 5
+    )
 
 
 def test_a_prepared_folder_gives_the_rows_that_stage_1_wrote(preferences):
@@ -198,12 +210,23 @@ def test_trajectories_and_metadata_from_hdf5_and_json_lines(tmp_path):
         file["reward"] = [1.0, 0.0]
         file["logprobs"] = [[-0.5, -0.25], [-1.0, -2.0]]
     (tmp_path / "t.jsonl").write_text(
-        json.dumps({"prompt": dialogue, "response": "r", "reward": 1, "logprobs": [-0.5, -0.25], "metadata": {"\u00e9": 1}}) + "\n"
-        + json.dumps({"prompt": "[1, 2]", "response": "q", "reward": 0, "logprobs": [-1, -2], "id": "mine"}) + "\n"
+        json.dumps(
+            {"prompt": dialogue, "response": "r", "reward": 1, "logprobs": [-0.5, -0.25], "metadata": {"\u00e9": 1}}
+        )
+        + "\n"
+        + json.dumps({"prompt": "[1, 2]", "response": "q", "reward": 0, "logprobs": [-1, -2], "id": "mine"})
+        + "\n"
     )
-    one, two = (take(Batches(str(tmp_path / name), "train", ("prompts", "trajectories")[::-1], 2, shuffle=False), 1)[0] for name in ("t.h5", "t.jsonl"))
+    one, two = (
+        take(Batches(str(tmp_path / name), "train", ("prompts", "trajectories")[::-1], 2, shuffle=False), 1)[0]
+        for name in ("t.h5", "t.jsonl")
+    )
     assert two[0].pop("metadata") == '{"\u00e9": 1}' and one[0].pop("metadata") is None
-    assert two[1].pop("id") == "mine" and one[1].pop("id").endswith("row 2") and [r[0].pop("id")[-2:] for r in (one, two)] == [" 1", ":1"]
+    assert (
+        two[1].pop("id") == "mine"
+        and one[1].pop("id").endswith("row 2")
+        and [r[0].pop("id")[-2:] for r in (one, two)] == [" 1", ":1"]
+    )
     assert one == two and one[0]["prompt"] == dialogue and one[1]["logprobs"] == [-1.0, -2.0]
 
 
@@ -232,25 +255,42 @@ def test_two_threads_and_two_processes_read_one_hdf5_file(tmp_path):
     one.close(), two.close()
     assert all(a == b for a, b in pairs) and sorted(flat([a for a, _ in pairs])) == list(range(2100))
     command = [sys.executable, "-c", READ, str(tmp_path / "n.h5")]
-    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    running = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     outs = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0, 0] and [err for _, err in outs] == ["", ""]
-    assert outs[0] == outs[1] and [[int(x) for x in batch] for batch in json.loads(outs[0][0].replace("'", '"'))] == [a for a, _ in pairs]
+    assert outs[0] == outs[1] and [[int(x) for x in batch] for batch in json.loads(outs[0][0].replace("'", '"'))] == [
+        a for a, _ in pairs
+    ]
 
 
 # --- errors
 
 
-@pytest.mark.parametrize("line, message", [
-    ('{"prompt": "p", "chosen": "c"}', r"bad.jsonl:5: rejected: expected text, found none; run prepare_data.py"),
-    ('{"prompt": "p", "chosen": "c", "rejected": 3}', r"bad.jsonl:5: rejected: expected text, found int"),
-    ('{"prompt": [], "chosen": "c", "rejected": "r"}', r"bad.jsonl:5: prompt: expected text or \{role, content\} messages, found list"),
-    ('{"prompt": "p", "chosen": "c", "rejected": "r", "margin": "0.5"}', r"bad.jsonl:5: margin: expected a number, found str"),
-    ('{"prompt": "p", "chosen": "c", "rejected": "r", "margin": Infinity}', r"bad.jsonl:5: margin: expected a number, found float"),
-    ('["p", "c", "r"]', r"bad.jsonl:5: expected an object with named columns, found list"),
-    ('{"prompt": "p", ', r"bad.jsonl:5:16: broken_row \(.*\); run prepare_data.py"),
-    ("\u3000", r"bad.jsonl:5: broken_row"),
-])
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"prompt": "p", "chosen": "c"}', r"bad.jsonl:5: rejected: expected text, found none; run prepare_data.py"),
+        ('{"prompt": "p", "chosen": "c", "rejected": 3}', r"bad.jsonl:5: rejected: expected text, found int"),
+        (
+            '{"prompt": [], "chosen": "c", "rejected": "r"}',
+            r"bad.jsonl:5: prompt: expected text or \{role, content\} messages, found list",
+        ),
+        (
+            '{"prompt": "p", "chosen": "c", "rejected": "r", "margin": "0.5"}',
+            r"bad.jsonl:5: margin: expected a number, found str",
+        ),
+        (
+            '{"prompt": "p", "chosen": "c", "rejected": "r", "margin": Infinity}',
+            r"bad.jsonl:5: margin: expected a number, found float",
+        ),
+        ('["p", "c", "r"]', r"bad.jsonl:5: expected an object with named columns, found list"),
+        ('{"prompt": "p", ', r"bad.jsonl:5:16: broken_row \(.*\); run prepare_data.py"),
+        ("\u3000", r"bad.jsonl:5: broken_row"),
+    ],
+)
 def test_a_bad_row_is_named_in_the_thread_that_trains(tmp_path, line, message):
     good = json.dumps({"prompt": "p", "chosen": "c", "rejected": "r"})
     (tmp_path / "bad.jsonl").write_text("\n".join([good, good, "", good, line, good]), encoding="utf-8")
@@ -262,16 +302,27 @@ def test_a_bad_row_is_named_in_the_thread_that_trains(tmp_path, line, message):
     wait_for_threads()
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("rows.csv", "prompt,chosen", r"rows.csv: rows are read from .jsonl, .parquet, .h5 and .hdf5; run prepare_data.py on it first"),
-    ("rows.jsonl.gz", "", r"rows.jsonl.gz: .*run prepare_data.py on it first"),
-    ("rows.json", "[]", r"rows.json: .*run prepare_data.py on it first"),
-    ("rows.parquet", "PAR", r"rows.parquet: cannot be read"),
-    ("rows.h5", "HDF", r"rows.h5: not a readable HDF5 file"),
-    ("rows.jsonl", "\n \n", r"rows.jsonl has no rows"),
-    ("rows.jsonl", "{", r"rows.jsonl:1:2: broken_row"),
-    ("rows.jsonl", '{"prompt": "p", "answer": "a"}', r"rows.jsonl:1: this needs preference \(prompt, chosen, rejected\), the row has answer, prompt; run prepare_data.py"),
-])
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        (
+            "rows.csv",
+            "prompt,chosen",
+            r"rows.csv: rows are read from .jsonl, .parquet, .h5 and .hdf5; run prepare_data.py on it first",
+        ),
+        ("rows.jsonl.gz", "", r"rows.jsonl.gz: .*run prepare_data.py on it first"),
+        ("rows.json", "[]", r"rows.json: .*run prepare_data.py on it first"),
+        ("rows.parquet", "PAR", r"rows.parquet: cannot be read"),
+        ("rows.h5", "HDF", r"rows.h5: not a readable HDF5 file"),
+        ("rows.jsonl", "\n \n", r"rows.jsonl has no rows"),
+        ("rows.jsonl", "{", r"rows.jsonl:1:2: broken_row"),
+        (
+            "rows.jsonl",
+            '{"prompt": "p", "answer": "a"}',
+            r"rows.jsonl:1: this needs preference \(prompt, chosen, rejected\), the row has answer, prompt; run prepare_data.py",
+        ),
+    ],
+)
 def test_files_that_cannot_be_used_are_refused_at_once(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
@@ -280,7 +331,8 @@ def test_files_that_cannot_be_used_are_refused_at_once(tmp_path, name, content, 
 
 def test_folders_that_cannot_be_used_are_refused_at_once(tmp_path, preferences):
     for data, split, kinds, message in (
-        (tmp_path / "none", "train", PREFERENCE, "data folder .*none does not exist"), (tmp_path, "train", PREFERENCE, "has no train-"),
+        (tmp_path / "none", "train", PREFERENCE, "data folder .*none does not exist"),
+        (tmp_path, "train", PREFERENCE, "has no train-"),
         (preferences, "train", PROMPTS, "holds preference; this needs prompts"),
     ):
         with pytest.raises(UserError, match=message):
@@ -368,7 +420,9 @@ def test_tensors_are_pinned_where_there_is_a_gpu(numbers, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
-    loader = Batches(numbers, "train", PROMPTS, 2, lambda rows: [{"ids": ["a"], "x": torch.tensor(texts(rows))}], prefetch=1)
+    loader = Batches(
+        numbers, "train", PROMPTS, 2, lambda rows: [{"ids": ["a"], "x": torch.tensor(texts(rows))}], prefetch=1
+    )
     batches = loader.start()
     (batch,) = next(batches)
     assert any(batch["x"] is tensor for tensor in pinned) and devices == [3]
@@ -390,7 +444,12 @@ def test_pairs_are_padded_on_the_right_longest_first(tmp_path):
     (batch,) = micro_batches(pairs, 0, 2)
     assert batch["ids"] == ["c", "a"] and batch["margin"].tolist() == [0.5, 0.0]
     lengths = batch["attention_mask"].sum(1).tolist()
-    assert lengths == [len(pairs[1]["chosen"]), len(pairs[0]["chosen"]), len(pairs[1]["rejected"]), len(pairs[0]["rejected"])]
+    assert lengths == [
+        len(pairs[1]["chosen"]),
+        len(pairs[0]["chosen"]),
+        len(pairs[1]["rejected"]),
+        len(pairs[0]["rejected"]),
+    ]
     for row, mask, length in zip(batch["input_ids"], batch["attention_mask"], lengths):
         assert mask[:length].all() and not mask[length:].any() and (row[length:] == 0).all()
         assert row[length - 1] == tokenizer.eos_token_id
@@ -400,7 +459,9 @@ def test_pairs_are_padded_on_the_right_longest_first(tmp_path):
     assert [part["ids"] for part in micro_batches(pairs, 0, 1)] == [["c"], ["a"]] and micro_batches([], 0, 4) == []
     longest = max(lengths)
     assert encode_pairs(rows, tokenizer, longest) == pairs
-    with pytest.raises(UserError, match=f"row c: rejected with its prompt has {longest} tokens, the model has {longest - 1} positions"):
+    with pytest.raises(
+        UserError, match=f"row c: rejected with its prompt has {longest} tokens, the model has {longest - 1} positions"
+    ):
         encode_pairs(rows, tokenizer, longest - 1)
 
 
@@ -408,20 +469,29 @@ def test_a_large_prepared_folder_has_small_blocks(tmp_path, tiny):
     with open(tmp_path / "raw.jsonl", "w") as file:
         for i in range(2500):
             file.write(json.dumps({"prompt": f"q{i}", "chosen": "yes", "rejected": "no"}) + "\n")
-    prepare(DataConfig(source=str(tmp_path / "raw.jsonl"), tokenizer=tiny, output_dir=str(tmp_path / "data"), eval_fraction=0.0))
+    prepare(
+        DataConfig(
+            source=str(tmp_path / "raw.jsonl"), tokenizer=tiny, output_dir=str(tmp_path / "data"), eval_fraction=0.0
+        )
+    )
     loader = Batches(str(tmp_path / "data"), "train", PREFERENCE, 100)
     assert loader.rows == 2500 and max(block.rows for block in loader.blocks) <= 1000
 
 
 def reward_config(model: str, data, output, **changes) -> RewardTrainConfig:
     defaults = dict(lora=LoraOptions(r=4), lr=1e-2, train_batch_size=1, log_every=1, report_to="none")
-    return RewardTrainConfig(model=ModelConfig(model, dtype="float32"), data=str(data), output_dir=str(output), **(defaults | changes))
+    return RewardTrainConfig(
+        model=ModelConfig(model, dtype="float32"), data=str(data), output_dir=str(output), **(defaults | changes)
+    )
 
 
 def write_pairs(folder, equal: list[bool]) -> None:
     """A prepared folder whose train pairs are equal or not, and one test pair."""
     for split, flags in (("train", equal), ("test", [False])):
-        rows = [{"prompt": "q", "chosen": f"a{i}", "rejected": f"a{i}" if same else "b", "margin": 0.5} for i, same in enumerate(flags)]
+        rows = [
+            {"prompt": "q", "chosen": f"a{i}", "rejected": f"a{i}" if same else "b", "margin": 0.5}
+            for i, same in enumerate(flags)
+        ]
         wanted = [own_row(row | {"source": "s", "metadata": "{}"}, "preference", str(i)) for i, row in enumerate(rows)]
         pyarrow.parquet.write_table(pa.Table.from_pylist(wanted), folder / f"{split}-00000-of-00001.parquet")
 
@@ -448,11 +518,21 @@ def test_only_equal_pairs_are_an_error(tiny, tmp_path):
 
 
 def test_max_pairs_is_of_the_first_rows_and_an_example_comes_before_training(tiny, preferences, tmp_path, capsys):
-    train(reward_config(tiny, preferences, tmp_path / "run", max_pairs=10, train_batch_size=4, micro_batch_size_per_gpu=3))
+    train(
+        reward_config(
+            tiny, preferences, tmp_path / "run", max_pairs=10, train_batch_size=4, micro_batch_size_per_gpu=3
+        )
+    )
     assert [step["pairs"] for step in read_metrics(tmp_path / "run")] == [4, 4, 2]
     out = capsys.readouterr().out
     assert "10 train pairs" in out and "left out" not in out
-    assert 0 < out.index("first pair, chosen:   <|start|>user\nq") < out.index("yes ") < out.index("first pair, rejected: <|start|>user\nq") < out.index("step 1/3")
+    assert (
+        0
+        < out.index("first pair, chosen:   <|start|>user\nq")
+        < out.index("yes ")
+        < out.index("first pair, rejected: <|start|>user\nq")
+        < out.index("step 1/3")
+    )
     with pytest.raises(UserError, match="max_pairs must be at least 1"):
         train(reward_config(tiny, preferences, tmp_path / "none", max_pairs=0))
 
@@ -462,10 +542,26 @@ def test_two_ranks_train_on_the_batches_of_one(tiny, tmp_path):
     write_pairs(tmp_path, [False, True, False, False, True, True, False, False, True, True, False])
     runs = []
     for config in ("cpu.yaml", "multi_cpu.yaml"):
-        options = {"model.path": tiny, "model.dtype": "float32", "data": tmp_path, "output_dir": tmp_path / config, "train_batch_size": 3, "epochs": 2}
+        options = {
+            "model.path": tiny,
+            "model.dtype": "float32",
+            "data": tmp_path,
+            "output_dir": tmp_path / config,
+            "train_batch_size": 3,
+            "epochs": 2,
+        }
         options |= {"micro_batch_size_per_gpu": 1, "lr": 1e-2, "report_to": "none"}
-        launch(config, ROOT / "train_reward.py", *(part for name, value in options.items() for part in (f"--{name}", value)))
-        runs.append([{name: value for name, value in step.items() if not name.startswith("memory")} for step in read_metrics(tmp_path / config)])
+        launch(
+            config,
+            ROOT / "train_reward.py",
+            *(part for name, value in options.items() for part in (f"--{name}", value)),
+        )
+        runs.append(
+            [
+                {name: value for name, value in step.items() if not name.startswith("memory")}
+                for step in read_metrics(tmp_path / config)
+            ]
+        )
     one, two = runs
     assert len(one) == 8 and {step["pairs"] for step in one} >= {1, 2} and sum(step["pairs"] for step in one) == 12
     assert [step.keys() for step in one] == [step.keys() for step in two]

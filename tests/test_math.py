@@ -6,8 +6,24 @@ import pytest
 import torch
 
 from train_ppo import (
-    KL_COEF_BOUNDS, KL_ESTIMATORS, NO_SCORES, PPOConfig, ScoreConfig, control_kl, gae, grpo_advantages, k1, k2, k3, kl_shaped_rewards, new_state,
-    next_kl_coef, ppo_policy_loss, ppo_value_loss, rloo_advantages, shape_scores,
+    KL_COEF_BOUNDS,
+    KL_ESTIMATORS,
+    NO_SCORES,
+    PPOConfig,
+    ScoreConfig,
+    control_kl,
+    gae,
+    grpo_advantages,
+    k1,
+    k2,
+    k3,
+    kl_shaped_rewards,
+    new_state,
+    next_kl_coef,
+    ppo_policy_loss,
+    ppo_value_loss,
+    rloo_advantages,
+    shape_scores,
 )
 from train_reward import bradley_terry_loss, fit_temperature, learning_rate, preference_accuracy, wilson_interval
 from utils import masked_mean, masked_whiten, token_logprobs
@@ -95,7 +111,9 @@ def test_rewards_ignore_rubbish_in_padding():
 
 
 def test_a_row_without_response_tokens_gets_no_reward():
-    assert kl_shaped_rewards(T([9.0]), torch.zeros(1, 2), torch.zeros(1, 2), T([[False, False]]), 1.0).tolist() == [[0, 0]]
+    assert kl_shaped_rewards(T([9.0]), torch.zeros(1, 2), torch.zeros(1, 2), T([[False, False]]), 1.0).tolist() == [
+        [0, 0]
+    ]
 
 
 def test_gae_by_hand():
@@ -134,9 +152,18 @@ def test_k3_by_hand():
     close(k3(difference, torch.zeros(2)).mean(), 0.0768, 1e-4)
 
 
-@pytest.mark.parametrize("estimator, wanted", [("k1", [0.05, -0.01]), ("k2", [-0.0125, -0.0005]), ("k3", [-0.1 * (math.exp(0.5) - 1.5), -0.1 * (math.exp(-0.1) - 0.9)])])
+@pytest.mark.parametrize(
+    "estimator, wanted",
+    [
+        ("k1", [0.05, -0.01]),
+        ("k2", [-0.0125, -0.0005]),
+        ("k3", [-0.1 * (math.exp(0.5) - 1.5), -0.1 * (math.exp(-0.1) - 0.9)]),
+    ],
+)
 def test_each_estimator_is_paid_in_the_reward(estimator, wanted):
-    rewards = kl_shaped_rewards(T([0.0]), T([[-0.5, 0.1, 9.0]]), torch.zeros(1, 3), T([[True, True, False]]), 0.1, estimator)
+    rewards = kl_shaped_rewards(
+        T([0.0]), T([[-0.5, 0.1, 9.0]]), torch.zeros(1, 3), T([[True, True, False]]), 0.1, estimator
+    )
     close(rewards, [[*wanted, 0.0]])
 
 
@@ -150,7 +177,10 @@ def test_gradients_of_the_estimators_as_losses():
         return x.grad
 
     exact = gradient(lambda logp: (logp.exp() * (logp - q)).sum())
-    expected = {name: gradient(lambda logp: (logp.detach().exp() * estimate(logp, q)).sum()) for name, estimate in KL_ESTIMATORS.items()}
+    expected = {
+        name: gradient(lambda logp, estimate=estimate: (logp.detach().exp() * estimate(logp, q)).sum())
+        for name, estimate in KL_ESTIMATORS.items()
+    }
     close(expected["k1"], torch.zeros(3))
     close(expected["k2"], exact)
     assert (expected["k3"] * exact).sum() > 0  # that of KL(q || p): another way towards q
@@ -186,7 +216,9 @@ def test_scores_are_normalised_over_the_run():
     moments, seen = dict(NO_SCORES), []
     for batch in ([1.0, 2.0, 6.0], [10.0], [-3.0, -3.0]):
         seen += batch
-        shaped = shape_scores(T(batch), T([4.0] * len(batch)), T([True] * len(batch)), ScoreConfig(normalize=True), moments)
+        shaped = shape_scores(
+            T(batch), T([4.0] * len(batch)), T([True] * len(batch)), ScoreConfig(normalize=True), moments
+        )
         everything = T(seen, dtype=torch.float64)
         close(shaped, (T(batch) - everything.mean()) / everything.std(unbiased=False).clamp(min=1e-6), 1e-5)
     assert moments["count"] == 6 and moments["mean"] == pytest.approx(13 / 6)
@@ -194,7 +226,9 @@ def test_scores_are_normalised_over_the_run():
 
 def test_scores_are_clipped_then_penalised():
     cfg = ScoreConfig(clip=2.0, missing_eos_penalty=1.0, length_penalty=0.1)
-    close(shape_scores(T([5.0, -1.0]), T([3.0, 10.0]), T([True, False]), cfg, dict(NO_SCORES)), [2 - 0.3, -1 - 1 - 1.0])
+    close(
+        shape_scores(T([5.0, -1.0]), T([3.0, 10.0]), T([True, False]), cfg, dict(NO_SCORES)), [2 - 0.3, -1 - 1 - 1.0]
+    )
     close(shape_scores(T([5.0]), T([3.0]), T([False]), ScoreConfig(), dict(NO_SCORES)), [5.0])
 
 
@@ -233,7 +267,9 @@ def test_policy_gradient_at_ratio_one():
     loss, metrics = ppo_policy_loss(logprobs, torch.zeros(1, 3), T([[1.0, -2.0, 4.0]]), ONES, 0.2)
     loss.backward()
     close(logprobs.grad, [[-1 / 3, 2 / 3, -4 / 3]])
-    assert metrics["policy/approx_kl"] == 0 and metrics["policy/clip_fraction"] == 0 and metrics["policy/ratio_mean"] == 1
+    assert (
+        metrics["policy/approx_kl"] == 0 and metrics["policy/clip_fraction"] == 0 and metrics["policy/ratio_mean"] == 1
+    )
 
 
 def test_value_loss_by_hand():
@@ -255,7 +291,9 @@ def test_losses_and_metrics_ignore_padding(rubbish):
         loss, metrics = function(inputs, x[1], x[2], mask, 0.2)
         loss.backward()
         wide = pad(x[0], rubbish, 97).requires_grad_()
-        padded_loss, padded_metrics = function(wide, pad(x[1], rubbish, 97), pad(x[2], rubbish, 97), pad(mask, False, 97), 0.2)
+        padded_loss, padded_metrics = function(
+            wide, pad(x[1], rubbish, 97), pad(x[2], rubbish, 97), pad(mask, False, 97), 0.2
+        )
         padded_loss.backward()
         close(padded_loss, loss)
         close(wide.grad[:, :3], inputs.grad)
@@ -298,10 +336,27 @@ def test_moving_average_drives_the_same_rule():
     """decay 0.5, target 0.1, horizon 1000, 100 responses a step: KL 0.1 then 0.3 average 0.1 and 0.2; 0.2 is 100% over, clipped to 20%."""
     from utils.config import parse_config
 
-    cfg = parse_config(PPOConfig, [
-        "--model.path", "m", "--data", "d", "--output_dir", "o", "--reward_model.path", "r", "--total_steps", "1", "--train_batch_size", "100",
-        "--algorithm.kl_coef", "0.1", "--algorithm.kl_ctrl", '{"method": "moving_average", "target_kl": 0.1, "horizon": 1000, "decay": 0.5}',
-    ])
+    cfg = parse_config(
+        PPOConfig,
+        [
+            "--model.path",
+            "m",
+            "--data",
+            "d",
+            "--output_dir",
+            "o",
+            "--reward_model.path",
+            "r",
+            "--total_steps",
+            "1",
+            "--train_batch_size",
+            "100",
+            "--algorithm.kl_coef",
+            "0.1",
+            "--algorithm.kl_ctrl",
+            '{"method": "moving_average", "target_kl": 0.1, "horizon": 1000, "decay": 0.5}',
+        ],
+    )
     state = new_state(cfg)
     control_kl(cfg, state, 0.1)
     close(state["kl_coef"], 0.1)

@@ -8,51 +8,29 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import CPU, ROOT, byte_tokenizer, close, messages, ppo_config, rollouts, stir, tiny_llama
 
-from conftest import ROOT, byte_tokenizer, messages, tiny_llama
-from train_ppo import CriticConfig, PPOConfig, Rollout, add_logprobs_and_values, build_roles, make_batch, save_final
-from train_reward import RewardTrainConfig, build_model, save_final as save_reward
+from train_ppo import CriticConfig, add_logprobs_and_values, build_roles, make_batch, save_final
+from train_reward import RewardTrainConfig, build_model
+from train_reward import save_final as save_reward
 from utils.config import LoraOptions, ModelConfig, UserError
 from utils.data import encode_prompt, encode_response
 from utils.models import (
-    chunked_logprobs, last_hidden, load_causal_lm, load_reward_model, load_tokenizer, merged_state_dict, new_reward_model,
-    score_at_end, write_stats,
+    chunked_logprobs,
+    last_hidden,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    merged_state_dict,
+    new_reward_model,
+    score_at_end,
+    write_stats,
 )
 from utils.rewards import RewardConfig, model_scores
 from utils.rollout import generate
 from utils.tensors import pad_rows
 
-CPU = torch.device("cpu")
 TEXTS = ["a", "some words", "eleven char", "x" * 40, "yes", "no no no"]
-
-
-def close(a, b, tolerance=1e-5):
-    torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
-
-
-def ppo_config(path, **changes):
-    """Float32 roles with adapters that are not zero, so that roles differ."""
-    settings = dict(
-        model=ModelConfig(path, dtype="float32"), data="", output_dir="", reward_model=RewardConfig(style="rule", rule="gsm8k"), lora=LoraOptions(r=4)
-    )
-    return PPOConfig(**settings | changes)
-
-
-def stir(model, scale=0.3):
-    """Give all trained weights random values, as if training had happened."""
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(torch.randn_like(parameter) * scale)
-
-
-def rollouts(lengths=(2, 5, 12, 7, 1, 9)):
-    torch.manual_seed(2)
-    rows = []
-    for i, n in enumerate(lengths):
-        prompt, response = torch.randint(3, 259, (4 + i,)).tolist(), torch.randint(3, 259, (n,)).tolist()
-        rows.append(Rollout(i, prompt, response, "", True))
-    return rows
 
 
 # --- tokenizers
@@ -65,7 +43,9 @@ def test_pad_is_not_eos_where_another_special_token_exists(tiny):
 
 def test_one_bos_or_none(tmp_path):
     plain, with_bos = byte_tokenizer(), byte_tokenizer(bos=True)
-    assert encode_prompt(plain, messages("hi"))[0] == 1 and encode_prompt(plain, messages("hi")).count(1) == 2  # both from the template
+    assert (
+        encode_prompt(plain, messages("hi"))[0] == 1 and encode_prompt(plain, messages("hi")).count(1) == 2
+    )  # both from the template
     from tokenizers.processors import TemplateProcessing
 
     with_bos._tokenizer.post_processor = TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", 1)])
@@ -95,15 +75,36 @@ def test_a_model_without_template_gets_one(tmp_path):
 
 
 def families():
-    from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
-    from transformers import GraniteConfig, GraniteForCausalLM
+    from transformers import (
+        CohereConfig,
+        CohereForCausalLM,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        GraniteConfig,
+        GraniteForCausalLM,
+    )
 
     size = dict(
-        vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        eos_token_id=2, pad_token_id=0, bos_token_id=1, initializer_range=0.2,
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        initializer_range=0.2,
     )
     yield "llama", lambda: tiny_llama()
-    yield "gpt2", lambda: GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2))
+    yield (
+        "gpt2",
+        lambda: GPT2LMHeadModel(
+            GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2)
+        ),
+    )
     yield "gemma2", lambda: Gemma2ForCausalLM(Gemma2Config(**size, head_dim=8, final_logit_softcapping=2.0))
     yield "cohere", lambda: CohereForCausalLM(CohereConfig(**size, logit_scale=0.3))
     yield "granite", lambda: GraniteForCausalLM(GraniteConfig(**size, logits_scaling=4.0))
@@ -180,7 +181,9 @@ def test_switching_roles_keeps_gradients_apart(tiny):
         model.zero_grad()
         model(make_batch(rows, 0, CPU), (role,))[name].sum().backward()
         touched = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-        assert touched and all((f".{role}." in n) or (role == "critic" and n.startswith("value_head")) for n in touched)
+        assert touched and all(
+            (f".{role}." in n) or (role == "critic" and n.startswith("value_head")) for n in touched
+        )
     policy, critic = model.groups()["policy"], model.groups()["critic"]
     assert len(policy) + len(critic) == len(model.trainable()) and not set(policy) & set(critic)
 
@@ -217,7 +220,9 @@ def test_checkpointing_recomputes(tiny, monkeypatch):
 def test_dropout_is_off_everywhere(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=128)).save_pretrained(tmp_path)
+    GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=128)).save_pretrained(
+        tmp_path
+    )
     byte_tokenizer().save_pretrained(tmp_path)
     cfg = ppo_config(str(tmp_path))
     model, rows = build_roles(cfg, CPU), rollouts()
@@ -244,7 +249,9 @@ def test_last_layers_end_the_backward_pass(tiny):
     model, rows = build_roles(cfg, CPU), rollouts()
     assert {n.split("layers.")[1][0] for n in model.trainable() if "lora_" in n} == {"1"}
     seen = []
-    model.lm("policy").model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].requires_grad))
+    model.lm("policy").model.layers[1].register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].requires_grad)
+    )
     model(make_batch(rows, 0, CPU), ("policy",))
     assert seen == [False]
     whole = build_roles(ppo_config(tiny), CPU)
@@ -265,8 +272,15 @@ def test_a_policy_that_starts_from_an_adapter_has_kl_zero(tiny, tmp_path):
     add_logprobs_and_values(rows, started, cfg, 0, CPU)
     assert all(row.logprobs == row.ref_logprobs for row in rows)
     save_final(started, tokenizer, cfg, tmp_path / "again")
-    assert {p.name for p in (tmp_path / "again").iterdir()} == {"final", "critic"}  # no adapter whose base is saved nowhere
-    close(started(make_batch(rows, 0, CPU), ("policy",))["logprobs"], model(make_batch(rows, 0, CPU), ("policy",))["logprobs"], 1e-4)
+    assert {p.name for p in (tmp_path / "again").iterdir()} == {
+        "final",
+        "critic",
+    }  # no adapter whose base is saved nowhere
+    close(
+        started(make_batch(rows, 0, CPU), ("policy",))["logprobs"],
+        model(make_batch(rows, 0, CPU), ("policy",))["logprobs"],
+        1e-4,
+    )
 
 
 def test_saved_policy_is_the_policy(tiny, tmp_path):
@@ -324,7 +338,10 @@ def reward_folders(tiny, tmp_path_factory):
     found = {}
     for name in ("merged", "adapter", "full"):
         cfg = RewardTrainConfig(
-            model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", save_format=None if name == "full" else name,
+            model=ModelConfig(tiny, dtype="float32"),
+            data="",
+            output_dir="",
+            save_format=None if name == "full" else name,
             lora=None if name == "full" else LoraOptions(r=4),
         )
         model, tokenizer = build_model(cfg, CPU), load_tokenizer(tiny)
@@ -390,16 +407,24 @@ def test_reward_role_gives_the_reward_models_scores(tiny, reward_folders, name):
     assert not any(p.requires_grad for n, p in model.named_parameters() if "reward" in n or "score" in n)
 
     def forward(ids, mask):
-        return model({"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}, ("reward",))["scores"]
+        return model({"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}, ("reward",))[
+            "scores"
+        ]
 
     with torch.no_grad():
         scores = model_scores(forward, load_tokenizer(tiny), [messages("q")] * len(TEXTS), TEXTS, 4, CPU)
     close(torch.tensor(scores), torch.tensor(before))
 
 
-@pytest.mark.parametrize("kind, name, lora", [
-    ("adapter", "adapter", LoraOptions(r=4)), ("separate", "adapter", LoraOptions(r=4)), ("separate", "merged", LoraOptions(r=4)), ("separate", "full", None),
-])
+@pytest.mark.parametrize(
+    "kind, name, lora",
+    [
+        ("adapter", "adapter", LoraOptions(r=4)),
+        ("separate", "adapter", LoraOptions(r=4)),
+        ("separate", "merged", LoraOptions(r=4)),
+        ("separate", "full", None),
+    ],
+)
 def test_a_critic_can_start_from_a_reward_model(tiny, reward_folders, tmp_path, kind, name, lora):
     """Its value after a whole answer is that answer's score in the unit of the rewards; the policy still starts at the reference."""
     folder, before = reward_folders[name]
@@ -409,9 +434,13 @@ def test_a_critic_can_start_from_a_reward_model(tiny, reward_folders, tmp_path, 
     model, tokenizer = build_roles(cfg, CPU), load_tokenizer(tiny)
     rows = [encode_prompt(tokenizer, messages("q")) + encode_response(tokenizer, text) + [5] for text in TEXTS]
     ids, mask = pad_rows(rows, 0, torch.long)
-    last = mask & (torch.arange(ids.shape[1]) == mask.sum(1, keepdim=True) - 1)  # the token after the end, whose state is the whole answer
+    last = mask & (
+        torch.arange(ids.shape[1]) == mask.sum(1, keepdim=True) - 1
+    )  # the token after the end, whose state is the whole answer
     with torch.no_grad():
-        out = model({"input_ids": ids, "attention_mask": mask, "response_mask": last}, ("policy", "critic", "reference"))
+        out = model(
+            {"input_ids": ids, "attention_mask": mask, "response_mask": last}, ("policy", "critic", "reference")
+        )
     close(out["values"], (torch.tensor(before) - 2) / 4)
     assert torch.equal(out["logprobs"], out["ref_logprobs"])
     trained = [n for n in model.trainable() if model._is_critic(n)]
@@ -440,13 +469,17 @@ def test_dropout_of_a_loaded_adapter_is_off(tiny, reward_folders, tmp_path):
 def test_reward_role_in_bfloat16_gives_the_reward_models_scores(tiny, reward_folders):
     """The head works in float32 in both places, so a score differs by no more than the hidden states do."""
     folder, _ = reward_folders["adapter"]
-    model = build_roles(ppo_config(tiny, model=ModelConfig(tiny, dtype="bfloat16"), reward_model=RewardConfig(path=folder)), CPU)
+    model = build_roles(
+        ppo_config(tiny, model=ModelConfig(tiny, dtype="bfloat16"), reward_model=RewardConfig(path=folder)), CPU
+    )
     alone = load_reward_model(ModelConfig(folder, dtype="float32"), CPU)
     tokenizer = load_tokenizer(tiny)
     rows = [encode_prompt(tokenizer, messages("q")) + encode_response(tokenizer, text) for text in TEXTS]
     ids, mask = pad_rows(rows, 0, torch.long)
     with torch.no_grad():
-        scores = model({"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}, ("reward",))["scores"]
+        scores = model(
+            {"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}, ("reward",)
+        )["scores"]
         wanted = score_at_end(alone.score, last_hidden(alone, ids, mask), mask)
     assert scores.dtype == torch.float32 and len(set(scores.tolist())) == len(TEXTS)
     assert (scores - wanted).abs().max() < 0.05 * wanted.abs().max()
@@ -458,7 +491,10 @@ def test_score_is_read_at_the_last_real_token_with_pad_equal_to_eos():
     rows = [[5, 6, 7, 8, 2], [5, 6, 7, 8, 9, 10, 11, 12, 2]]
     ids, mask = pad_rows(rows, 2, torch.long)
     together = score_at_end(head, last_hidden(model, ids, mask), mask)
-    alone = [score_at_end(head, last_hidden(model, torch.tensor([r]), torch.ones(1, len(r))), torch.ones(1, len(r))) for r in rows]
+    alone = [
+        score_at_end(head, last_hidden(model, torch.tensor([r]), torch.ones(1, len(r))), torch.ones(1, len(r)))
+        for r in rows
+    ]
     close(together, torch.cat(alone))
 
 
@@ -470,10 +506,22 @@ def test_models_that_are_no_reward_models_are_refused(tiny, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=2).save_pretrained(tmp_path / "two")
     with pytest.raises(UserError, match="has 2 outputs"):
         load_reward_model(ModelConfig(str(tmp_path / "two")), CPU)
-    BertForSequenceClassification(BertConfig(vocab_size=99, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, num_labels=1)).save_pretrained(tmp_path / "bert")
-    BertModel(BertConfig(vocab_size=99, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(tmp_path / "trunk")
-    for folder, load in (("bert", load_reward_model), ("bert", partial(new_reward_model, seed=0)), ("trunk", partial(new_reward_model, seed=0))):
-        with pytest.raises(UserError, match=f"{folder} is a BertForSequenceClassification without a linear head named score"):
+    BertForSequenceClassification(
+        BertConfig(
+            vocab_size=99, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, num_labels=1
+        )
+    ).save_pretrained(tmp_path / "bert")
+    BertModel(
+        BertConfig(vocab_size=99, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    ).save_pretrained(tmp_path / "trunk")
+    for folder, load in (
+        ("bert", load_reward_model),
+        ("bert", partial(new_reward_model, seed=0)),
+        ("trunk", partial(new_reward_model, seed=0)),
+    ):
+        with pytest.raises(
+            UserError, match=f"{folder} is a BertForSequenceClassification without a linear head named score"
+        ):
             load(ModelConfig(str(tmp_path / folder)), CPU)
     model = build_roles(ppo_config(tiny), CPU)
     save_final(model, load_tokenizer(tiny), ppo_config(tiny), tmp_path)

@@ -2,23 +2,40 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from helpers import (
+    CPU,
+    ROOT,
+    base_config,
+    byte_tokenizer,
+    close,
+    given_rollouts,
+    launch,
+    ppo_config,
+    rollouts,
+    stir,
+    tiny_llama,
+    weights_of,
+)
 
 import train_ppo
-from conftest import ROOT, byte_tokenizer, tiny_llama
-from test_models import CPU, close, ppo_config, rollouts, stir
 from train_ppo import (
-    AlgorithmConfig, CriticConfig, KLControl, PPOConfig, RolloutConfig, ScoreConfig, add_logprobs_and_values, build_roles, experience, prompt_order,
-    train, update,
+    AlgorithmConfig,
+    CriticConfig,
+    KLControl,
+    RolloutConfig,
+    ScoreConfig,
+    add_logprobs_and_values,
+    build_roles,
+    experience,
+    prompt_order,
+    train,
+    update,
 )
 from train_reward import RewardTrainConfig, build_model, encode_pairs, micro_batches, optimizer_step
 from train_reward import train as train_reward_model
@@ -38,27 +55,6 @@ def constant(prompts, responses, **columns):
     return [100.0] * len(responses)
 
 
-def base_config(model, data, output_dir, **changes):
-    settings = dict(
-        model=ModelConfig(model, dtype="float32"), data=data, output_dir=str(output_dir), lora=LoraOptions(r=4),
-        reward_model=RewardConfig(style="function", function="test_ppo:letters_a"), train_batch_size=8, ppo_mini_batch_size=4,
-        ppo_micro_batch_size_per_gpu=2, max_response_length=8, total_steps=4, lr=1e-2, report_to="none",
-    )
-    return PPOConfig(**settings | changes)
-
-
-def given_rollouts(cfg, model):
-    """Rollouts of different lengths with scores and with log-probabilities of a somewhat older policy."""
-    rows = rollouts((2, 5, 12, 7, 1, 9, 3, 3))
-    add_logprobs_and_values(rows, model, cfg, 0, CPU)
-    torch.manual_seed(3)
-    for row in rows:
-        row.score = float(torch.randn(()))
-        row.logprobs = [x + 0.1 * float(torch.randn(())) for x in row.logprobs]
-        row.values = [float(torch.randn(())) for _ in row.logprobs]
-    return rows
-
-
 def updated(cfg, pad_id=0):
     """Trained weights and metrics after one update on the same rollouts."""
     torch.manual_seed(0)
@@ -74,12 +70,21 @@ def updated(cfg, pad_id=0):
 VARIANTS = {
     "adapter": {},
     "shared": dict(critic=CriticConfig("shared")),
-    "separate": dict(critic=CriticConfig("separate"), algorithm=AlgorithmConfig(entropy_coef=0.1, whiten_rewards=True)),
+    "separate": dict(
+        critic=CriticConfig("separate"), algorithm=AlgorithmConfig(entropy_coef=0.1, whiten_rewards=True)
+    ),
     "full": dict(lora=None, critic=CriticConfig("shared"), algorithm=AlgorithmConfig(entropy_coef=0.1)),
     "full separate": dict(lora=None, critic=CriticConfig("separate")),
-    "rloo": dict(rollout=RolloutConfig(n=2), algorithm=AlgorithmConfig("rloo", kl_in="loss", kl_estimator="k2", entropy_coef=0.1)),
+    "rloo": dict(
+        rollout=RolloutConfig(n=2),
+        algorithm=AlgorithmConfig("rloo", kl_in="loss", kl_estimator="k2", entropy_coef=0.1),
+    ),
     "grpo": dict(rollout=RolloutConfig(n=4), algorithm=AlgorithmConfig("grpo", kl_in="loss", clip_ratio_c=3.0)),
-    "full grpo": dict(lora=None, rollout=RolloutConfig(n=4, temperature=0.7), algorithm=AlgorithmConfig("grpo", kl_estimator="k3", whiten_advantages=True)),
+    "full grpo": dict(
+        lora=None,
+        rollout=RolloutConfig(n=4, temperature=0.7),
+        algorithm=AlgorithmConfig("grpo", kl_estimator="k3", whiten_advantages=True),
+    ),
 }
 
 
@@ -98,16 +103,27 @@ def test_update_does_not_depend_on_micro_batch_size_or_padding_id(tiny, variant)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_before_the_first_update_ratio_is_one_and_kl_zero(tiny, variant):
     """One mini-batch, one epoch: what the update sees is what the rollout stored."""
-    cfg = ppo_config(tiny, train_batch_size=8, ppo_mini_batch_size=8, ppo_epochs=1, ppo_micro_batch_size_per_gpu=2, **VARIANTS[variant])
+    cfg = ppo_config(
+        tiny,
+        train_batch_size=8,
+        ppo_mini_batch_size=8,
+        ppo_epochs=1,
+        ppo_micro_batch_size_per_gpu=2,
+        **VARIANTS[variant],
+    )
     model, rows = build_roles(cfg, CPU), rollouts((2, 5, 12, 7, 1, 9, 3, 3))
     add_logprobs_and_values(rows, model, cfg, 0, CPU)
     for i, row in enumerate(rows):
         row.score = float(i)
     tensors, values = experience(rows, cfg, 0.1)
-    assert values["objective/kl"] == pytest.approx(0, abs=1e-5) and values["objective/kl_per_token"] == pytest.approx(0, abs=1e-5)
+    assert values["objective/kl"] == pytest.approx(0, abs=1e-5) and values["objective/kl_per_token"] == pytest.approx(
+        0, abs=1e-5
+    )
     optimizer = torch.optim.SGD(model.trainable().values(), lr=0.1)
     metrics = update(rows, tensors, model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1)
-    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["policy/approx_kl"] == pytest.approx(0, abs=1e-5)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["policy/approx_kl"] == pytest.approx(
+        0, abs=1e-5
+    )
     assert metrics["policy/clip_fraction"] == 0 and metrics.get("policy/kl_loss", 0) == pytest.approx(0, abs=1e-6)
     assert ("critic/loss" in metrics) == (cfg.algorithm.adv_estimator == "gae")
 
@@ -116,7 +132,11 @@ def test_kl_in_the_loss_pulls_towards_the_reference(tiny):
     """With equal scores only the KL term acts: a policy that was stirred comes nearer to the reference, with each estimator."""
     for estimator in ("k2", "k3"):
         cfg = ppo_config(
-            tiny, train_batch_size=8, ppo_mini_batch_size=8, ppo_epochs=30, rollout=RolloutConfig(n=4),
+            tiny,
+            train_batch_size=8,
+            ppo_mini_batch_size=8,
+            ppo_epochs=30,
+            rollout=RolloutConfig(n=4),
             algorithm=AlgorithmConfig("grpo", kl_in="loss", kl_estimator=estimator),
         )
         model = build_roles(cfg, CPU)
@@ -125,7 +145,17 @@ def test_kl_in_the_loss_pulls_towards_the_reference(tiny):
         add_logprobs_and_values(rows, model, cfg, 0, CPU)
         tensors, before = experience(rows, cfg, 0.1)
         assert not tensors["advantages"].any()
-        update(rows, tensors, model, torch.optim.SGD(model.trainable().values(), lr=0.05), cfg, 1, 0, Accelerator(cpu=True), 1.0)
+        update(
+            rows,
+            tensors,
+            model,
+            torch.optim.SGD(model.trainable().values(), lr=0.05),
+            cfg,
+            1,
+            0,
+            Accelerator(cpu=True),
+            1.0,
+        )
         add_logprobs_and_values(rows, model, cfg, 0, CPU)
         after = experience(rows, cfg, 0.1)[1]
         assert after["objective/kl_per_token"] < 0.5 * before["objective/kl_per_token"], estimator
@@ -135,7 +165,11 @@ def test_group_advantages_stand_on_every_token(tiny):
     """Two prompts with two responses, scores 1 and 3, 5 and 5, no KL: rloo gives -2, 2, 0, 0 and grpo -1, 1, 0, 0."""
     rows = rollouts((2, 3, 1, 4))
     for row, value in zip(rows, (1.0, 3.0, 5.0, 5.0)):
-        row.score, row.logprobs, row.ref_logprobs = value, [-1.0] * len(row.response_ids), [-1.0] * len(row.response_ids)
+        row.score, row.logprobs, row.ref_logprobs = (
+            value,
+            [-1.0] * len(row.response_ids),
+            [-1.0] * len(row.response_ids),
+        )
         row.entropy = row.logprobs
     for estimator, wanted in (("rloo", [-2.0, 2.0, 0.0, 0.0]), ("grpo", [-1.0, 1.0, 0.0, 0.0])):
         cfg = ppo_config(tiny, rollout=RolloutConfig(n=2), algorithm=AlgorithmConfig(estimator))
@@ -156,7 +190,13 @@ def test_token_mean_over_the_mini_batch():
 
 
 def test_warmup_moves_the_critic_only(tiny):
-    cfg = ppo_config(tiny, critic=CriticConfig(warmup_steps=1), train_batch_size=8, ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=4)
+    cfg = ppo_config(
+        tiny,
+        critic=CriticConfig(warmup_steps=1),
+        train_batch_size=8,
+        ppo_mini_batch_size=8,
+        ppo_micro_batch_size_per_gpu=4,
+    )
     torch.manual_seed(0)
     before = build_roles(cfg, CPU)
     stir(before, 0.1)
@@ -167,16 +207,22 @@ def test_warmup_moves_the_critic_only(tiny):
 
 @pytest.mark.parametrize("lora, lr", [(LoraOptions(r=4), 1e-4), (None, 1e-5)])
 def test_default_learning_rates(tiny, preferences, tmp_path, lora, lr):
-    cfg = base_config(tiny, preferences, tmp_path / "run", lora=lora, lr=None, critic=CriticConfig(kind="separate"), total_steps=1)
+    cfg = base_config(
+        tiny, preferences, tmp_path / "run", lora=lora, lr=None, critic=CriticConfig(kind="separate"), total_steps=1
+    )
     assert [(s["policy/lr"], s["critic/lr"]) for s in train(cfg)] == [(lr, lr)]
 
 
 @pytest.mark.parametrize("kind", ["adapter", "shared"])
 def test_warmup_leaves_the_policy_and_its_optimizer_alone(tiny, preferences, tmp_path, kind):
-    cfg = base_config(tiny, preferences, tmp_path / "run", critic=CriticConfig(kind=kind, warmup_steps=2), total_steps=3)
+    cfg = base_config(
+        tiny, preferences, tmp_path / "run", critic=CriticConfig(kind=kind, warmup_steps=2), total_steps=3
+    )
     steps = train(cfg)
     assert [s["policy/lr"] for s in steps] == [0, 0, cfg.lr]
-    assert all(s["objective/kl_per_token"] == 0 for s in steps) and all(s["policy/approx_kl"] < 1e-9 for s in steps[:2])
+    assert all(s["objective/kl_per_token"] == 0 for s in steps) and all(
+        s["policy/approx_kl"] < 1e-9 for s in steps[:2]
+    )
     assert steps[2]["policy/approx_kl"] > 1e-6
 
 
@@ -189,9 +235,15 @@ def test_experience_by_hand(tiny):
     close(tensors["returns"], torch.tensor([[1.25, 1.5]]))
     close(tensors["advantages"], torch.tensor([[-1.0, 1.0]]), 1e-3)  # 1.05 and 1.4, whitened
     wanted = {
-        "objective/kl": 0.5 - 1.0, "objective/kl_per_token": ((2.718281828**-0.5 - 1 + 0.5) + (2.718281828 - 1 - 1)) / 2,
-        "objective/score_mean": 1.0, "objective/reward_mean": 1.25, "objective/return_mean": 1.375, "objective/entropy": 0.4,
-        "critic/explained_variance": 1 - (0.175**2) / (0.125**2), "rollout/response_length_mean": 2, "rollout/truncated_fraction": 0,
+        "objective/kl": 0.5 - 1.0,
+        "objective/kl_per_token": ((2.718281828**-0.5 - 1 + 0.5) + (2.718281828 - 1 - 1)) / 2,
+        "objective/score_mean": 1.0,
+        "objective/reward_mean": 1.25,
+        "objective/return_mean": 1.375,
+        "objective/entropy": 0.4,
+        "critic/explained_variance": 1 - (0.175**2) / (0.125**2),
+        "rollout/response_length_mean": 2,
+        "rollout/truncated_fraction": 0,
     }
     for name, value in wanted.items():
         assert metrics[name] == pytest.approx(value, abs=1e-5), name
@@ -218,18 +270,14 @@ def test_prompt_order_covers_each_epoch_once():
 # --- whole runs
 
 
-def weights_of(folder):
-    from safetensors.torch import load_file
-
-    return {str(f.relative_to(folder)): load_file(f) for f in sorted(Path(folder).rglob("*.safetensors")) if "checkpoints" not in str(f)}
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resume_is_bit_equal(tiny, preferences, tmp_path, variant):
     settings = dict(VARIANTS[variant])
     control = KLControl("moving_average" if "grpo" in variant else "adaptive", target_kl=0.01, horizon=40)
     settings["algorithm"] = dataclasses.replace(settings.get("algorithm", AlgorithmConfig()), kl_ctrl=control)
-    cfg = base_config(tiny, preferences, tmp_path / "straight", save_every=2, score=ScoreConfig(normalize=True), **settings)
+    cfg = base_config(
+        tiny, preferences, tmp_path / "straight", save_every=2, score=ScoreConfig(normalize=True), **settings
+    )
     straight = train(cfg)
     first = dataclasses.replace(cfg, output_dir=str(tmp_path / "resumed"), total_steps=2)
     train(first)
@@ -274,16 +322,21 @@ def test_resume_trims_samples(tiny, preferences, tmp_path):
     assert steps == [1, 1, 1, 2, 2, 2]
 
 
-def test_divergence_ends_with_a_message(tiny, preferences, tmp_path):
+def test_divergence_ends_with_a_message(tiny, preferences, tmp_path, monkeypatch):
+    not_finite = lambda logprobs, *a: (logprobs.sum() * float("nan"), {"policy/approx_kl": torch.zeros(())})  # noqa: E731
+    monkeypatch.setattr(train_ppo, "ppo_policy_loss", not_finite)
     with pytest.raises(UserError, match="step 1: the gradient of the policy is not finite"):
-        with __import__("unittest").mock.patch("train_ppo.ppo_policy_loss", lambda logprobs, *a: (logprobs.sum() * float("nan"), {"policy/approx_kl": torch.zeros(())})):
-            train(base_config(tiny, preferences, tmp_path / "run"))
+        train(base_config(tiny, preferences, tmp_path / "run"))
 
 
 def test_first_step_starts_at_the_reference(tiny, preferences, tmp_path):
-    step = train(base_config(tiny, preferences, tmp_path / "run", ppo_epochs=1, ppo_mini_batch_size=8, total_steps=1))[0]
+    step = train(base_config(tiny, preferences, tmp_path / "run", ppo_epochs=1, ppo_mini_batch_size=8, total_steps=1))[
+        0
+    ]
     assert step["objective/kl"] == 0 and step["objective/kl_per_token"] == 0
-    assert step["policy/ratio_mean"] == pytest.approx(1, abs=1e-5) and step["policy/approx_kl"] == pytest.approx(0, abs=1e-5)
+    assert step["policy/ratio_mean"] == pytest.approx(1, abs=1e-5) and step["policy/approx_kl"] == pytest.approx(
+        0, abs=1e-5
+    )
     assert step["policy/clip_fraction"] == 0 and step["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
     config = json.loads(json.dumps(__import__("yaml").safe_load((tmp_path / "run" / "config.yaml").read_text())))
     assert config["rollout"]["temperature"] == 1.0 and config["algorithm"]["kl_ctrl"]["method"] == "fixed"
@@ -304,7 +357,9 @@ def only_token(token):
 
 
 @pytest.mark.parametrize("token, length, empty, truncated", [(2, 1, 1, 0), (50, 8, 0, 1)])
-def test_a_policy_that_only_ends_or_never_ends_keeps_the_run_going(preferences, tmp_path, token, length, empty, truncated):
+def test_a_policy_that_only_ends_or_never_ends_keeps_the_run_going(
+    preferences, tmp_path, token, length, empty, truncated
+):
     """All responses are the eos token alone, or none ends: losses are finite, nothing hangs, no eos is forced at the limit."""
     only_token(token).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
@@ -317,7 +372,10 @@ def test_a_policy_that_only_ends_or_never_ends_keeps_the_run_going(preferences, 
 
 def test_pad_equal_to_eos_masks_the_padding_only():
     """Prompt `x eos`, reply `a b eos`, padded with eos: the real eos counts in both masks, the padding in none."""
-    rows = [train_ppo.Rollout(0, [7, 2], [5, 6, 2], "", True), train_ppo.Rollout(0, [7, 2], [5, 6, 8, 9, 3, 4], "", False)]
+    rows = [
+        train_ppo.Rollout(0, [7, 2], [5, 6, 2], "", True),
+        train_ppo.Rollout(0, [7, 2], [5, 6, 8, 9, 3, 4], "", False),
+    ]
     batch = train_ppo.make_batch(rows, 2, CPU)
     assert batch["input_ids"][0].tolist() == [7, 2, 5, 6, 2, 2, 2, 2]
     assert batch["attention_mask"][0].int().tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
@@ -327,16 +385,28 @@ def test_pad_equal_to_eos_masks_the_padding_only():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_constant_large_reward_does_no_harm(tiny, preferences, tmp_path, dtype):
     cfg = base_config(
-        tiny, preferences, tmp_path / "run", total_steps=6, critic=CriticConfig(warmup_steps=2), lr=1e-3,
+        tiny,
+        preferences,
+        tmp_path / "run",
+        total_steps=6,
+        critic=CriticConfig(warmup_steps=2),
+        lr=1e-3,
         reward_model=RewardConfig(style="function", function="test_ppo:constant"),
     )
     steps = train(dataclasses.replace(cfg, model=ModelConfig(tiny, dtype=dtype)))
-    assert steps[1]["objective/kl_per_token"] == 0 and steps[2]["objective/kl_per_token"] == 0  # warm-up left the policy alone
+    assert (
+        steps[1]["objective/kl_per_token"] == 0 and steps[2]["objective/kl_per_token"] == 0
+    )  # warm-up left the policy alone
     assert steps[-1]["objective/kl_per_token"] < 0.05 and steps[-1]["critic/loss"] < steps[0]["critic/loss"]
 
 
 TOY = dict(
-    lora=None, train_batch_size=64, ppo_mini_batch_size=32, ppo_micro_batch_size_per_gpu=32, log_prob_micro_batch_size_per_gpu=64, log_every=50
+    lora=None,
+    train_batch_size=64,
+    ppo_mini_batch_size=32,
+    ppo_micro_batch_size_per_gpu=32,
+    log_prob_micro_batch_size_per_gpu=64,
+    log_every=50,
 )
 
 
@@ -345,7 +415,12 @@ def test_toy_reward_is_learned(tiny, preferences, tmp_path, estimator):
     """From a share of about 0.1 letters a to m to at least 0.9, the maximum being 1."""
     algorithm = AlgorithmConfig(estimator, kl_coef=0.0)
     more = dict(critic=CriticConfig("shared")) if estimator == "gae" else dict(rollout=RolloutConfig(n=4))
-    scores = [s["objective/score_mean"] for s in train(base_config(tiny, preferences, tmp_path, total_steps=40, lr=3e-3, algorithm=algorithm, **more, **TOY))]
+    scores = [
+        s["objective/score_mean"]
+        for s in train(
+            base_config(tiny, preferences, tmp_path, total_steps=40, lr=3e-3, algorithm=algorithm, **more, **TOY)
+        )
+    ]
     assert scores[0] < 0.3 and sum(scores[-3:]) / 3 >= 0.9, scores[::5]
 
 
@@ -354,10 +429,27 @@ def test_kl_bounds_what_otherwise_collapses(tiny, preferences, tmp_path):
     last = {}
     for kl_coef in (0.0, 0.2):
         algorithm = AlgorithmConfig(kl_coef=kl_coef)
-        cfg = base_config(tiny, preferences, tmp_path / str(kl_coef), total_steps=50, lr=3e-3, critic=CriticConfig("shared"), algorithm=algorithm, **TOY)
+        cfg = base_config(
+            tiny,
+            preferences,
+            tmp_path / str(kl_coef),
+            total_steps=50,
+            lr=3e-3,
+            critic=CriticConfig("shared"),
+            algorithm=algorithm,
+            **TOY,
+        )
         last[kl_coef] = train(cfg)[-1]
-    assert last[0.0]["objective/kl_per_token"] > 2 and last[0.0]["rollout/distinct_2"] < 0.1 and last[0.0]["objective/entropy"] < 1
-    assert last[0.2]["objective/kl_per_token"] < 0.5 and last[0.2]["rollout/distinct_2"] > 0.9 and last[0.2]["objective/entropy"] > 4
+    assert (
+        last[0.0]["objective/kl_per_token"] > 2
+        and last[0.0]["rollout/distinct_2"] < 0.1
+        and last[0.0]["objective/entropy"] < 1
+    )
+    assert (
+        last[0.2]["objective/kl_per_token"] < 0.5
+        and last[0.2]["rollout/distinct_2"] > 0.9
+        and last[0.2]["objective/entropy"] > 4
+    )
 
 
 @pytest.mark.parametrize("start", [0.02, 1.0])
@@ -365,7 +457,18 @@ def test_kl_bounds_what_otherwise_collapses(tiny, preferences, tmp_path):
 def test_controllers_reach_their_target_and_keep_it(tiny, preferences, tmp_path, method, horizon, start):
     """From a coefficient far too low or too high: KL of steps 101 to 120 and of 121 to 140 within 20% of the target."""
     algorithm = AlgorithmConfig(kl_coef=start, kl_ctrl=KLControl(method, target_kl=0.2, horizon=horizon))
-    steps = train(base_config(tiny, preferences, tmp_path, total_steps=140, lr=1e-3, critic=CriticConfig("shared"), algorithm=algorithm, **TOY))
+    steps = train(
+        base_config(
+            tiny,
+            preferences,
+            tmp_path,
+            total_steps=140,
+            lr=1e-3,
+            critic=CriticConfig("shared"),
+            algorithm=algorithm,
+            **TOY,
+        )
+    )
     kl = [s["objective/kl_per_token"] for s in steps]
     for first in (100, 120):
         assert 0.16 <= sum(kl[first : first + 20]) / 20 <= 0.24, kl[::10]
@@ -380,7 +483,14 @@ def test_reward_update_does_not_depend_on_micro_batch_size(tiny, preferences):
     pairs = encode_pairs(load_rows(preferences, "train", ("preference",))[:10], load_tokenizer(tiny), 256)
     results = []
     for micro, pad_id in ((10, 0), (3, 0), (1, 9)):
-        cfg = RewardTrainConfig(model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", lora=LoraOptions(r=4), micro_batch_size_per_gpu=micro, centering_coef=0.1)
+        cfg = RewardTrainConfig(
+            model=ModelConfig(tiny, dtype="float32"),
+            data="",
+            output_dir="",
+            lora=LoraOptions(r=4),
+            micro_batch_size_per_gpu=micro,
+            centering_coef=0.1,
+        )
         model = build_model(cfg, CPU)
         stir(model, 0.1)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -394,8 +504,15 @@ def test_reward_update_does_not_depend_on_micro_batch_size(tiny, preferences):
 
 def test_separable_pairs_are_learned_and_resume_is_bit_equal(tiny, preferences, tmp_path):
     cfg = RewardTrainConfig(
-        model=ModelConfig(tiny, dtype="float32"), data=preferences, output_dir=str(tmp_path / "straight"), lora=LoraOptions(r=4), lr=5e-3,
-        train_batch_size=16, epochs=4, save_every=7, report_to="none",
+        model=ModelConfig(tiny, dtype="float32"),
+        data=preferences,
+        output_dir=str(tmp_path / "straight"),
+        lora=LoraOptions(r=4),
+        lr=5e-3,
+        train_batch_size=16,
+        epochs=4,
+        save_every=7,
+        report_to="none",
     )
     result = train_reward_model(cfg)
     assert result["accuracy"] == 1.0 and result["loss"] < 0.1 and result["tie_rate"] == 0
@@ -411,7 +528,13 @@ def test_separable_pairs_are_learned_and_resume_is_bit_equal(tiny, preferences, 
 
 def test_a_dead_head_does_not_look_right(tiny, preferences, tmp_path):
     cfg = RewardTrainConfig(
-        model=ModelConfig(tiny, dtype="float32"), data=preferences, output_dir=str(tmp_path / "run"), lr=0.0, epochs=0.2, train_batch_size=16, report_to="none",
+        model=ModelConfig(tiny, dtype="float32"),
+        data=preferences,
+        output_dir=str(tmp_path / "run"),
+        lr=0.0,
+        epochs=0.2,
+        train_batch_size=16,
+        report_to="none",
     )
     from unittest import mock
 
@@ -421,17 +544,6 @@ def test_a_dead_head_does_not_look_right(tiny, preferences, tmp_path):
 
 
 # --- several processes
-
-
-def launch(config, stage, *options, timeout=600, succeeds=True):
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate" / config), "--main_process_port", "0",
-        str(stage), *map(str, options),
-    ]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd=ROOT)
-    assert (result.returncode == 0) == succeeds, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout + result.stderr if not succeeds else result.stdout
 
 
 def test_ranks_and_zero3_give_the_update_of_one_process(tiny, tmp_path):
@@ -452,33 +564,81 @@ def test_ranks_and_zero3_give_the_update_of_one_process(tiny, tmp_path):
 @pytest.mark.parametrize("config, ranks", [("cpu.yaml", 1), ("multi_cpu.yaml", 2), ("zero3.yaml", 2)])
 def test_stages_run_under_accelerate_launch(tiny, preferences, tmp_path, config, ranks):
     launch(
-        config, ROOT / "train_reward.py", "--model.path", tiny, "--data", preferences, "--output_dir", tmp_path / "reward", "--train_batch_size", 15,
-        "--micro_batch_size_per_gpu", 4, "--lr", "5e-3", "--epochs", 2, "--save_format", "adapter",
+        config,
+        ROOT / "train_reward.py",
+        "--model.path",
+        tiny,
+        "--data",
+        preferences,
+        "--output_dir",
+        tmp_path / "reward",
+        "--train_batch_size",
+        15,
+        "--micro_batch_size_per_gpu",
+        4,
+        "--lr",
+        "5e-3",
+        "--epochs",
+        2,
+        "--save_format",
+        "adapter",
     )
     stats = json.loads((tmp_path / "reward" / "final" / "reward_stats.json").read_text())
     assert stats["n"] == len(load_rows(preferences, "test", ("preference",))) > 15 and stats["accuracy"] == 1.0
     out = launch(
-        config, ROOT / "train_ppo.py", "--model.path", tiny, "--data", preferences, "--output_dir", tmp_path / "ppo", "--reward_model.path",
-        tmp_path / "reward" / "final", "--total_steps", 2, "--train_batch_size", 8, "--ppo_mini_batch_size", 4, "--ppo_micro_batch_size_per_gpu", 2,
-        "--max_response_length", 8, "--save_every", 1, "--eval_every", 2,
+        config,
+        ROOT / "train_ppo.py",
+        "--model.path",
+        tiny,
+        "--data",
+        preferences,
+        "--output_dir",
+        tmp_path / "ppo",
+        "--reward_model.path",
+        tmp_path / "reward" / "final",
+        "--total_steps",
+        2,
+        "--train_batch_size",
+        8,
+        "--ppo_mini_batch_size",
+        4,
+        "--ppo_micro_batch_size_per_gpu",
+        2,
+        "--max_response_length",
+        8,
+        "--save_every",
+        1,
+        "--eval_every",
+        2,
     )
     assert f"x {ranks} rank(s)" in out
     steps = read_metrics(tmp_path / "ppo")
     assert [s["step"] for s in steps] == [1, 2] and steps[0]["objective/kl"] == 0
-    assert (tmp_path / "ppo" / "final" / "model.safetensors").exists() and (tmp_path / "ppo" / "checkpoints" / "step_000002").is_dir()
+    assert (tmp_path / "ppo" / "final" / "model.safetensors").exists() and (
+        tmp_path / "ppo" / "checkpoints" / "step_000002"
+    ).is_dir()
     assert json.loads((tmp_path / "ppo" / "run.json").read_text())["world_size"] == ranks
     assert (tmp_path / "ppo" / "report.html").read_text().count("<svg") == 1
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path / "ppo" / "tensorboard"))
     board.Reload()
-    assert board.Tags()["tensors"] == ["samples/text_summary"] and {"objective/kl", "critic/explained_variance", "eval/score_mean"} <= set(board.Tags()["scalars"])
+    assert board.Tags()["tensors"] == ["samples/text_summary"] and {
+        "objective/kl",
+        "critic/explained_variance",
+        "eval/score_mean",
+    } <= set(board.Tags()["scalars"])
 
 
 def test_resume_under_zero3_is_bit_equal_and_its_checkpoint_opens_in_one_process(tiny, preferences, tmp_path):
     def run(folder, steps, *more):
         cfg = base_config(
-            tiny, preferences, tmp_path / folder, total_steps=steps, save_every=2, critic=CriticConfig("shared", warmup_steps=1),
+            tiny,
+            preferences,
+            tmp_path / folder,
+            total_steps=steps,
+            save_every=2,
+            critic=CriticConfig("shared", warmup_steps=1),
         )
         config = tmp_path / f"{folder}.yaml"
         config.write_text(yaml.safe_dump(to_dict(cfg)))
@@ -504,12 +664,18 @@ def test_resume_under_zero3_is_bit_equal_and_its_checkpoint_opens_in_one_process
 def test_ranks_roll_back_together(tiny, preferences, tmp_path, config):
     """Any move from the reference is too far: back to the start twice, then the end, with the start's weights on disk."""
     cfg = base_config(
-        tiny, preferences, tmp_path / "run", save_every=1,
+        tiny,
+        preferences,
+        tmp_path / "run",
+        save_every=1,
         guards=GuardConfig(enabled=True, update_kl=None, reward_std=None, reference_kl=1e-9, max_rollbacks=1),
     )
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(cfg)))
     out = launch(config, ROOT / "train_ppo.py", "--config", tmp_path / "run.yaml", succeeds=False)
-    assert "stopped: guards.max_rollbacks 1 is used up at step 2" in out and "Traceback (most recent call last):\n  File \"" + str(ROOT) not in out
+    assert (
+        "stopped: guards.max_rollbacks 1 is used up at step 2" in out
+        and 'Traceback (most recent call last):\n  File "' + str(ROOT) not in out
+    )
     found = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [e["guard"] for e in found] == ["reference_kl", "rollback", "reference_kl", "max_rollbacks"]
     assert found[0]["value"] != found[2]["value"]  # other prompts and samples
@@ -518,8 +684,24 @@ def test_ranks_roll_back_together(tiny, preferences, tmp_path, config):
 def test_zero3_in_bfloat16_learns(tiny, preferences, tmp_path):
     """Weights are bfloat16 there, the optimizer's copies float32."""
     launch(
-        "zero3.yaml", ROOT / "train_reward.py", "--model.path", tiny, "--model.dtype", "bfloat16", "--data", preferences, "--output_dir", tmp_path,
-        "--train_batch_size", 16, "--micro_batch_size_per_gpu", 4, "--lr", "5e-3", "--epochs", 4,
+        "zero3.yaml",
+        ROOT / "train_reward.py",
+        "--model.path",
+        tiny,
+        "--model.dtype",
+        "bfloat16",
+        "--data",
+        preferences,
+        "--output_dir",
+        tmp_path,
+        "--train_batch_size",
+        16,
+        "--micro_batch_size_per_gpu",
+        4,
+        "--lr",
+        "5e-3",
+        "--epochs",
+        4,
     )
     stats = json.loads((tmp_path / "final" / "reward_stats.json").read_text())
     assert stats["accuracy"] == 1.0 and stats["tie_rate"] == 0

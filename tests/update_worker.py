@@ -1,15 +1,14 @@
 """Run under accelerate launch: PPO and reward updates on given data; rank 0 saves weights and metrics of each case.
 
-    update_worker.py MODEL OUTPUT
+update_worker.py MODEL OUTPUT
 """
 
 import sys
 from pathlib import Path
 
 import torch
+from helpers import given_rollouts, ppo_config, stir
 
-from test_models import ppo_config, stir
-from test_ppo import given_rollouts
 from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, new_state, update
 from train_reward import RewardTrainConfig, build_model, micro_batches, optimizer_step
 from utils.checkpoint import trained_parameters, training_state
@@ -19,7 +18,10 @@ from utils.launch import load_device, prepare, start_accelerator
 
 
 def result(model, optimizer, metrics):
-    return {"metrics": metrics, "weights": {n: training_state(p, optimizer)["weight"] for n, p in trained_parameters(model).items()}}
+    return {
+        "metrics": metrics,
+        "weights": {n: training_state(p, optimizer)["weight"] for n, p in trained_parameters(model).items()},
+    }
 
 
 class FirstIsBad(Guards):
@@ -32,7 +34,11 @@ class FirstIsBad(Guards):
 
 def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, skip: bool = False, **changes):
     cfg = ppo_config(
-        tiny, train_batch_size=8, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=1, critic=critic,
+        tiny,
+        train_batch_size=8,
+        ppo_mini_batch_size=4,
+        ppo_micro_batch_size_per_gpu=1,
+        critic=critic,
         **{"algorithm": AlgorithmConfig(entropy_coef=0.1)} | changes,
     )
     model = build_roles(cfg, accelerator.device, load_device(accelerator))
@@ -40,7 +46,9 @@ def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, s
     rows = given_rollouts(cfg, model)
     groups = [{"params": parameters} for parameters in model.groups().values()]
     # a large epsilon, so that gradients that are nothing but rounding do not become whole steps
-    optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3, weight_decay=0.0) if adam else torch.optim.SGD(groups, lr=0.1)
+    optimizer = (
+        torch.optim.AdamW(groups, lr=0.01, eps=1e-3, weight_decay=0.0) if adam else torch.optim.SGD(groups, lr=0.1)
+    )
     model, optimizer = prepare(accelerator, model, optimizer, 1)
     tensors, _ = experience(rows, cfg, 0.1)
     guards = FirstIsBad(GuardConfig(), Path("."), new_state(cfg), False) if skip else None
@@ -51,12 +59,20 @@ def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, s
 
 def reward(accelerator, lora: LoraOptions | None):
     """Seven pairs in micro-batches of two: the first of two ranks has two of them, so one round, the other five and three rounds."""
-    cfg = RewardTrainConfig(model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", lora=lora, micro_batch_size_per_gpu=2)
+    cfg = RewardTrainConfig(
+        model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", lora=lora, micro_batch_size_per_gpu=2
+    )
     model = build_model(cfg, accelerator.device, load_device(accelerator))
     stir(model, 0.1 if lora else 0.02)
     torch.manual_seed(5)
     pairs = [
-        {"id": str(i), "chosen": torch.randint(3, 259, (3 + i,)).tolist(), "rejected": torch.randint(3, 259, (9 - i,)).tolist(), "margin": None} for i in range(7)
+        {
+            "id": str(i),
+            "chosen": torch.randint(3, 259, (3 + i,)).tolist(),
+            "rejected": torch.randint(3, 259, (9 - i,)).tolist(),
+            "margin": None,
+        }
+        for i in range(7)
     ]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = prepare(accelerator, model, optimizer, 2)
@@ -75,9 +91,14 @@ if __name__ == "__main__":
         "separate": ppo(accelerator, CriticConfig("separate")),
         "full separate": ppo(accelerator, CriticConfig("separate"), lora=None),
         "grpo": ppo(
-            accelerator, CriticConfig(), rollout=RolloutConfig(n=4), algorithm=AlgorithmConfig("grpo", kl_in="loss", clip_ratio_c=3.0)
+            accelerator,
+            CriticConfig(),
+            rollout=RolloutConfig(n=4),
+            algorithm=AlgorithmConfig("grpo", kl_in="loss", clip_ratio_c=3.0),
         ),
-        "checkpointing": ppo(accelerator, CriticConfig(), model=ModelConfig(tiny, dtype="float32", gradient_checkpointing=True)),
+        "checkpointing": ppo(
+            accelerator, CriticConfig(), model=ModelConfig(tiny, dtype="float32", gradient_checkpointing=True)
+        ),
         "warm-up": ppo(accelerator, CriticConfig("shared", warmup_steps=1), adam=True, steps=3),
         "skipped": ppo(accelerator, CriticConfig(), adam=True, skip=True),
         "reward": reward(accelerator, LoraOptions(r=4)),

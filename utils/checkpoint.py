@@ -75,7 +75,9 @@ def training_state(parameter: torch.nn.Parameter, optimizer) -> dict[str, Tensor
     tensors = {"weight": safe_get_full_fp32_param(parameter)}
     adam = zero3_state(parameter)
     if adam:
-        tensors |= {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS} | {"step": adam["step"].clone()}
+        tensors |= {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS} | {
+            "step": adam["step"].clone()
+        }
     return tensors
 
 
@@ -86,7 +88,9 @@ def restore_training_state(parameter: torch.nn.Parameter, optimizer, tensors: di
         parameter.data.copy_(weight)
         optimizer.optimizer.state.pop(parameter, None)
         if tensors:
-            optimizer.optimizer.state[parameter] = {k: t.to(parameter.device if k in MOMENTS else "cpu") for k, t in tensors.items()}
+            optimizer.optimizer.state[parameter] = {
+                k: t.to(parameter.device if k in MOMENTS else "cpu") for k, t in tensors.items()
+            }
         return
     import deepspeed
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
@@ -134,7 +138,9 @@ def read_checkpoint(folder: Path) -> dict | None:
     """The state of a checkpoint, or None if it is damaged."""
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        if content["state"]["step"] == step_of(folder) and all(file_hash(folder / name) == digest for name, digest in content["sha256"].items()):
+        if content["state"]["step"] == step_of(folder) and all(
+            file_hash(folder / name) == digest for name, digest in content["sha256"].items()
+        ):
             return content["state"]
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -163,7 +169,9 @@ def load_checkpoint(
         found = [*next((pair for pair in read if pair[1] is not None), (None, None)), bool(folders)]
     folder, state, some = broadcast_object_list(found)
     if folder is None and (some or before is not None):
-        raise UserError(f"no checkpoint under {Path(output_dir, 'checkpoints')} can be read; choose another output_dir, or --overwrite true")
+        raise UserError(
+            f"no checkpoint under {Path(output_dir, 'checkpoints')} can be read; choose another output_dir, or --overwrite true"
+        )
     if folder is None:
         return None
     parameters = trained_parameters(model)
@@ -178,10 +186,14 @@ def load_checkpoint(
             )
         missing = sorted(wanted - set(state))
         if missing and not partial:
-            raise UserError(f"{folder} lacks {', '.join(missing)}; --resume partial goes on with what a new run has in their place")
+            raise UserError(
+                f"{folder} lacks {', '.join(missing)}; --resume partial goes on with what a new run has in their place"
+            )
         saved = set(moments.keys())
         for name, parameter in parameters.items():
-            tensors = {key: moments.get_tensor(f"{name}.{key}") for key in (*MOMENTS, "step") if f"{name}.{key}" in saved}
+            tensors = {
+                key: moments.get_tensor(f"{name}.{key}") for key in (*MOMENTS, "step") if f"{name}.{key}" in saved
+            }
             restore_training_state(parameter, optimizer, {"weight": weights.get_tensor(name), **tensors})
     if before is None:
         accelerator.print(f"resumed from {folder}" + (f" without {', '.join(missing)}" if missing else ""))

@@ -4,6 +4,7 @@ A stage declares nested frozen dataclasses; each field has a docstring below it,
 Values come from `--config FILE.yaml` (as often as wanted) and from `--key.subkey value`; the last one wins.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -103,7 +104,9 @@ def parse_config(config_class, argv: list[str] | None = None):
         message = str(error)
         if "Parser key" in message:
             key = message.split('"')[1]
-            detail = [line.strip(" -") for line in message.splitlines()[1:] if "Expected" in line or "Given value:" in line]
+            detail = [
+                line.strip(" -") for line in message.splitlines()[1:] if "Expected" in line or "Given value:" in line
+            ]
             message = f"{key}: " + "; ".join(detail or message.splitlines()[1:])
         elif "arguments are required" in message:
             message += f"; give --{message.split(': ')[-1].split(',')[0]} VALUE or set it in --config"
@@ -229,13 +232,17 @@ def check_output_dir(output_dir: str, overwrite: bool, resume: str | None = None
         return
     if resume:
         if (folder / "final").exists() and not any(folder.glob("checkpoints/step_*")):
-            raise UserError(f"output_dir {folder} holds a finished run without checkpoints, so it cannot go on; choose another one")
+            raise UserError(
+                f"output_dir {folder} holds a finished run without checkpoints, so it cannot go on; choose another one"
+            )
         return
     if not overwrite:
         ways = "choose another one, " + ("continue it with --resume auto, " if can_resume else "")
         raise UserError(f"output_dir {folder} is not empty; {ways}or replace it with --overwrite true")
     if not (folder / "run.json").exists():
-        raise UserError(f"output_dir {folder} holds files that no run wrote, so it is not replaced; choose another one")
+        raise UserError(
+            f"output_dir {folder} holds files that no run wrote, so it is not replaced; choose another one"
+        )
 
 
 def open_output_dir(output_dir: str, overwrite: bool, resume: str | None = None, can_resume: bool = False) -> Path:
@@ -301,10 +308,8 @@ def record_run(folder: Path, config, started: float | None = None) -> None:
         commit = None
     versions = {"python": sys.version.split()[0]}
     for name in ("torch", "transformers", "accelerate", "peft", "datasets", "pyarrow", "deepspeed"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            pass
     write_json(
         folder / "run.json",
         {

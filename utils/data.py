@@ -81,7 +81,9 @@ def folder_kind(folder: str) -> str:
     raise UserError(f"{file} has columns {sorted(names)}, which no kind of prepare_data.py has")
 
 
-def encode_prompts(tokenizer, rows: list[dict], max_length: int, response_length: int, positions: int | None) -> list[list[int]]:
+def encode_prompts(
+    tokenizer, rows: list[dict], max_length: int, response_length: int, positions: int | None
+) -> list[list[int]]:
     """Prompt ids of rows; a row that leaves no room for the response in the model's positions is an error."""
     prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
     for row, ids in zip(rows, prompts):

@@ -60,10 +60,26 @@ class RollBack(Exception):
 
 
 WARNINGS = {  # metric -> limit, sign of the comparison, likely causes
-    "rollout/empty_fraction": ("max_empty", 1, "the model ends at once: check the chat template and the prompts' ends, or kl_coef is too low"),
-    "rollout/truncated_fraction": ("max_truncated", 1, "responses do not end: raise max_response_length or set score.missing_eos_penalty"),
-    "rollout/distinct_2": ("min_distinct_2", -1, "responses have become alike or repeat themselves: raise kl_coef, or the reward pays for repetition"),
-    "objective/entropy": ("min_entropy", -1, "the policy has collapsed to few answers: raise kl_coef or entropy_coef, or lower lr"),
+    "rollout/empty_fraction": (
+        "max_empty",
+        1,
+        "the model ends at once: check the chat template and the prompts' ends, or kl_coef is too low",
+    ),
+    "rollout/truncated_fraction": (
+        "max_truncated",
+        1,
+        "responses do not end: raise max_response_length or set score.missing_eos_penalty",
+    ),
+    "rollout/distinct_2": (
+        "min_distinct_2",
+        -1,
+        "responses have become alike or repeat themselves: raise kl_coef, or the reward pays for repetition",
+    ),
+    "objective/entropy": (
+        "min_entropy",
+        -1,
+        "the policy has collapsed to few answers: raise kl_coef or entropy_coef, or lower lr",
+    ),
 }
 NEGATIVE_KL_STEPS, NEGATIVE_KL = 5, -0.05  # mean k1 over so many steps below so many nats a response is no chance
 FIRST_KL = 0.01  # nats a token before the first optimizer step: more than rounding in bfloat16 explains
@@ -77,18 +93,31 @@ class Guards:
 
     def event(self, step: int, guard: str, value: float, limit: float | None, action: str, message: str) -> None:
         if self.is_main:
-            record = {"step": step, "guard": guard, "value": value, "limit": limit, "action": action, "message": message}
+            record = {
+                "step": step,
+                "guard": guard,
+                "value": value,
+                "limit": limit,
+                "action": action,
+                "message": message,
+            }
             with open(self.folder / "events.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             against = "" if limit is None else f" (limit {limit:g})"
             print(f"guard at step {step}: {guard} {value:.4g}{against}: {message}; {action}", flush=True)
 
-    def check_rollouts(self, step: int, metrics: dict[str, float], rollouts: list, rows: list[dict], data: str) -> None:
+    def check_rollouts(
+        self, step: int, metrics: dict[str, float], rollouts: list, rows: list[dict], data: str
+    ) -> None:
         """Before the update. Raises RollBack."""
         history = self.state["kl_history"] = [*self.state["kl_history"], metrics["objective/kl"]][-NEGATIVE_KL_STEPS:]
         mean = sum(history) / len(history)
         self._warn(
-            step, "negative_kl", len(history) == NEGATIVE_KL_STEPS and mean < NEGATIVE_KL, mean, NEGATIVE_KL,
+            step,
+            "negative_kl",
+            len(history) == NEGATIVE_KL_STEPS and mean < NEGATIVE_KL,
+            mean,
+            NEGATIVE_KL,
             "objective/kl is negative over several steps: responses are not drawn from the policy's full distribution "
             "(generation settings, padding, eos handling)",
         )
@@ -97,7 +126,9 @@ class Guards:
         limit = self.cfg.reference_kl
         if limit is not None and not metrics["objective/kl_per_token"] <= limit:  # so that NaN crosses it too
             value = metrics["objective/kl_per_token"]
-            self.event(step, "reference_kl", value, limit, "rolling back", "the policy has moved too far from the reference")
+            self.event(
+                step, "reference_kl", value, limit, "rolling back", "the policy has moved too far from the reference"
+            )
             raise RollBack("reference_kl", before=max(step - 2, 0), kl_factor=self.cfg.rollback_kl_factor)
         for metric, (name, sign, cause) in WARNINGS.items():
             limit = getattr(self.cfg, name)
@@ -109,7 +140,12 @@ class Guards:
             if crossed:
                 self._write_suspicious(step, metrics["objective/score_mean"], std, rollouts, rows)
             self._warn(
-                step, "reward_std", crossed, std, limit, "the scores scatter; the outliers stand in suspicious.jsonl, to leave their prompts out: "
+                step,
+                "reward_std",
+                crossed,
+                std,
+                limit,
+                "the scores scatter; the outliers stand in suspicious.jsonl, to leave their prompts out: "
                 f"python prepare_data.py --config {data}/config.yaml --exclude+ {self.folder / 'suspicious.jsonl'} --output_dir NEW",
             )
 
@@ -128,13 +164,23 @@ class Guards:
         with open(self.folder / "suspicious.jsonl", "a", encoding="utf-8") as file:
             for r in rollouts:
                 if abs(r.score - mean) >= min(2 * std, far):
-                    record = {"step": step, "id": rows[r.row]["id"], "score": r.score, "prompt": rows[r.row]["prompt"], "response": r.text}
+                    record = {
+                        "step": step,
+                        "id": rows[r.row]["id"],
+                        "score": r.score,
+                        "prompt": rows[r.row]["prompt"],
+                        "response": r.text,
+                    }
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def check_first(self, step: int, approx_kl: float) -> None:
         """Before a step's first update the policy is the one that sampled, so the ratio is 1 and this is 0."""
         self._warn(
-            step, "first_ratio", approx_kl > FIRST_KL, approx_kl, FIRST_KL,
+            step,
+            "first_ratio",
+            approx_kl > FIRST_KL,
+            approx_kl,
+            FIRST_KL,
             "before any update the ratio is not 1: log-probabilities of rollout and update differ (dropout, temperature, another forward)",
         )
 
@@ -144,23 +190,50 @@ class Guards:
         if not self.cfg.enabled or limit is None or approx_kl <= limit:
             return
         if approx_kl > 2 * limit or not math.isfinite(approx_kl):
-            self.event(step, "update_kl", approx_kl, limit, "rolling back", "one step moved the policy by more than twice the limit")
+            self.event(
+                step,
+                "update_kl",
+                approx_kl,
+                limit,
+                "rolling back",
+                "one step moved the policy by more than twice the limit",
+            )
             raise RollBack("update_kl", before=step - 1, lr_factor=self.cfg.rollback_lr_factor)
         if not last:
-            self.event(step, "update_kl", approx_kl, limit, "skipping the rest of the step", "the policy has moved far enough")
+            self.event(
+                step, "update_kl", approx_kl, limit, "skipping the rest of the step", "the policy has moved far enough"
+            )
             raise SkipRest
 
     def gradients_are_good(self, step: int, norms: dict[str, float]) -> bool:
         """Whether the optimizer may step, by the norms of policy and critic. Raises RollBack after max_skips bad ones in a row."""
         limit = self.cfg.grad_norm
-        bad = {name: norm for name, norm in norms.items() if not math.isfinite(norm) or (limit is not None and norm > limit)}
+        bad = {
+            name: norm
+            for name, norm in norms.items()
+            if not math.isfinite(norm) or (limit is not None and norm > limit)
+        }
         if not self.cfg.enabled or not bad:
             self.state["skips"] = 0
             return True
         self.state["skips"] += 1
         name, norm = next(iter(bad.items()))
         if self.state["skips"] >= self.cfg.max_skips:
-            self.event(step, "grad_norm", norm, limit, "rolling back", f"{self.state['skips']} optimizer steps in a row were bad ({name})")
+            self.event(
+                step,
+                "grad_norm",
+                norm,
+                limit,
+                "rolling back",
+                f"{self.state['skips']} optimizer steps in a row were bad ({name})",
+            )
             raise RollBack("grad_norm", before=step - 1, lr_factor=self.cfg.rollback_lr_factor)
-        self.event(step, "grad_norm", norm, limit, "skipping the optimizer step", f"the gradient of the {name} is too large or not finite")
+        self.event(
+            step,
+            "grad_norm",
+            norm,
+            limit,
+            "skipping the optimizer step",
+            f"the gradient of the {name} is too large or not finite",
+        )
         return False

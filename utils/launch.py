@@ -102,7 +102,9 @@ def prepare(accelerator, model, optimizer, micro_batch_size: int):
         place = "cpu" if isinstance(tensor, torch.nn.Parameter) else accelerator.device
         tensor.data = tensor.data.to(place, model.dtype if isinstance(tensor, torch.nn.Parameter) else None)
     deepspeed.init_distributed()
-    deepspeed.zero.Init(module=model, config_dict_or_path=config)  # one weight at a time; the engine would move all at once
+    deepspeed.zero.Init(
+        module=model, config_dict_or_path=config
+    )  # one weight at a time; the engine would move all at once
     return accelerator.prepare(model, optimizer)
 
 

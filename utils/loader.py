@@ -24,9 +24,13 @@ import torch
 
 from utils.config import UserError
 from utils.data import COLUMNS, split_files
-from utils.sources import CHUNK_BYTES, CHUNK_ROWS, HDF5_TYPES, BadRow, TextRow, hdf5_tables, parse_line, read_hdf5_rows
+from utils.rows import CHUNK_BYTES, CHUNK_ROWS, HDF5_TYPES, BadRow, TextRow, hdf5_tables, parse_line, read_hdf5_rows
 
-REQUIRED = {"preference": ("prompt", "chosen", "rejected"), "trajectories": ("prompt", "response", "reward"), "prompts": ("prompt",)}
+REQUIRED = {
+    "preference": ("prompt", "chosen", "rejected"),
+    "trajectories": ("prompt", "response", "reward"),
+    "prompts": ("prompt",),
+}
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,29 @@ class Batches:
     """
 
     def __init__(
-        self, data: str | list[str], split: str, kinds: tuple[str, ...], batch_size: int, collate: Callable[[list[dict]], object] = list, *,
-        seed: int = 0, shuffle: bool = True, buffer_rows: int = 20_000, prefetch: int = 4, rank: int = 0, world: int = 1, limit: int | None = None,
+        self,
+        data: str | list[str],
+        split: str,
+        kinds: tuple[str, ...],
+        batch_size: int,
+        collate: Callable[[list[dict]], object] = list,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        buffer_rows: int = 20_000,
+        prefetch: int = 4,
+        rank: int = 0,
+        world: int = 1,
+        limit: int | None = None,
     ):
         if batch_size < 1 or world < 1 or not 0 <= rank < world or limit is not None and limit < 1:
-            raise UserError(f"batch_size {batch_size}, rank {rank} of {world}, limit {limit}: sizes must be at least 1, and rank below world")
+            raise UserError(
+                f"batch_size {batch_size}, rank {rank} of {world}, limit {limit}: sizes must be at least 1, and rank below world"
+            )
         paths = [data] if isinstance(data, str) else data
-        files = [file for path in paths for file in ([path] if Path(path).is_file() else split_files(path, split, kinds))]
+        files = [
+            file for path in paths for file in ([path] if Path(path).is_file() else split_files(path, split, kinds))
+        ]
         self.blocks, self.rows = [], 0
         for block in (block for file in files for block in find_blocks(str(file))):
             if self.rows == limit:
@@ -79,7 +99,9 @@ class Batches:
         self.kind = next((kind for kind in kinds if set(REQUIRED[kind]) <= names), None)
         if self.kind is None:
             needed = " or ".join(f"{kind} ({', '.join(REQUIRED[kind])})" for kind in kinds)
-            raise UserError(f"{place}: this needs {needed}, the row has {', '.join(sorted(names))}; run prepare_data.py on the file first")
+            raise UserError(
+                f"{place}: this needs {needed}, the row has {', '.join(sorted(names))}; run prepare_data.py on the file first"
+            )
         self.batch_size, self.per_epoch, self.collate = batch_size, math.ceil(self.rows / batch_size), collate
         self.seed, self.shuffle, self.buffer_rows, self.prefetch = seed, shuffle, buffer_rows, prefetch
         self.rank, self.world = rank, world
@@ -141,7 +163,11 @@ class Batches:
 
     def windows(self, epoch: int) -> Iterator[list[Block]]:
         """The blocks in the order of the epoch, cut into windows of at most `buffer_rows` rows, or of one block."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks)) if self.shuffle else range(len(self.blocks))
+        order = (
+            np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks))
+            if self.shuffle
+            else range(len(self.blocks))
+        )
         window, rows = [], 0
         for block in (self.blocks[i] for i in order):
             if window and (rows + block.rows > self.buffer_rows or not self.shuffle):
@@ -151,7 +177,9 @@ class Batches:
             rows += block.rows
         yield window
 
-    def read_window(self, window: list[Block], seed: list[int], begin: int, start: int) -> Iterator[tuple[str, object]]:
+    def read_window(
+        self, window: list[Block], seed: list[int], begin: int, start: int
+    ) -> Iterator[tuple[str, object]]:
         """The rows of a window that begins at row `begin` of the epoch; only this rank's, from row `start` on, become objects."""
         sizes = np.array([block.rows for block in window])
         ends = sizes.cumsum()
@@ -171,7 +199,9 @@ class Batches:
 def find_blocks(file: str) -> Iterator[Block]:
     """The blocks of one file, without reading its rows; a .jsonl is read once, for its line ends."""
     if not file.endswith((".jsonl", ".parquet", *HDF5_TYPES)):
-        raise UserError(f"{file}: rows are read from .jsonl, .parquet, {' and '.join(HDF5_TYPES)}; run prepare_data.py on it first")
+        raise UserError(
+            f"{file}: rows are read from .jsonl, .parquet, {' and '.join(HDF5_TYPES)}; run prepare_data.py on it first"
+        )
     with readable(file):
         if file.endswith(".parquet"):
             metadata, first = pyarrow.parquet.read_metadata(file), 1
@@ -202,7 +232,9 @@ def read_block(block: Block, wanted: np.ndarray) -> Iterator[tuple[str, object]]
     with readable(file):
         if file.endswith(".parquet"):
             with pyarrow.parquet.ParquetFile(file) as parquet:
-                own = [name for name in parquet.schema_arrow.names if any(name in columns for columns in COLUMNS.values())]
+                own = [
+                    name for name in parquet.schema_arrow.names if any(name in columns for columns in COLUMNS.values())
+                ]
                 table = parquet.read_row_group(part, columns=own or None).take(wanted)
             for start in range(0, len(wanted), 100):  # an Arrow table is smaller than its objects
                 for i, row in enumerate(table.slice(start, 100).to_pylist(), start):
@@ -210,7 +242,10 @@ def read_block(block: Block, wanted: np.ndarray) -> Iterator[tuple[str, object]]
         elif file.endswith(HDF5_TYPES):
             rows, start = read_hdf5_rows(file, part, block.first - 1, block.first - 1 + block.rows), block.first - 1
             for i in wanted:
-                yield (f"{file}:row {start + i + 1}" if part == "/" else f"{file}:{part.strip('/')}[{start + i}]"), rows[i]
+                yield (
+                    (f"{file}:row {start + i + 1}" if part == "/" else f"{file}:{part.strip('/')}[{start + i}]"),
+                    rows[i],
+                )
         else:
             with open(file, "rb") as stream:
                 stream.seek(part[0])
@@ -233,13 +268,21 @@ def readable(file: str):
 def own_row(row, kind: str, place: str) -> dict:
     """A raw row -> all columns of its kind, as prepare_data.py writes them. Raises UserError."""
     if not isinstance(row, dict):
-        found = f"{row.reason} ({row.detail})" if isinstance(row, BadRow) else f"expected an object with named columns, found {type(row).__name__}"
+        found = (
+            f"{row.reason} ({row.detail})"
+            if isinstance(row, BadRow)
+            else f"expected an object with named columns, found {type(row).__name__}"
+        )
         raise UserError(f"{place}: {found}; run prepare_data.py on the file, which drops such rows")
     out = {name: row.get(name) for name in COLUMNS[kind]}
     for name, value in out.items():
         if isinstance(value, float) and math.isnan(value):  # HDF5 has no null
             value = None
-        if isinstance(row, TextRow) and isinstance(value, str) and value.startswith({"prompt": "[{", "logprobs": "["}.get(name, "\0")):
+        if (
+            isinstance(row, TextRow)
+            and isinstance(value, str)
+            and value.startswith({"prompt": "[{", "logprobs": "["}.get(name, "\0"))
+        ):
             with contextlib.suppress(ValueError):  # a list stands there as JSON
                 value = json.loads(value)
         if name == "prompt" and isinstance(value, str):
@@ -251,7 +294,9 @@ def own_row(row, kind: str, place: str) -> dict:
         check, expected = TYPES.get(name, (is_text, "text"))
         if name in REQUIRED[kind] if value is None else not check(value):
             found = "none" if value is None else type(value).__name__
-            raise UserError(f"{place}: {name}: expected {expected}, found {found}; run prepare_data.py on the file, which drops such rows")
+            raise UserError(
+                f"{place}: {name}: expected {expected}, found {found}; run prepare_data.py on the file, which drops such rows"
+            )
         out[name] = value
     return out
 
@@ -270,12 +315,16 @@ def is_numbers(value) -> bool:
 
 def is_dialogue(value) -> bool:
     turns = value if isinstance(value, list) else []
-    return turns != [] and all(isinstance(turn, dict) and is_text(turn.get("role")) and is_text(turn.get("content")) for turn in turns)
+    return turns != [] and all(
+        isinstance(turn, dict) and is_text(turn.get("role")) and is_text(turn.get("content")) for turn in turns
+    )
 
 
 TYPES = {
-    "prompt": (is_dialogue, "text or {role, content} messages"), "logprobs": (is_numbers, "a list of numbers"),
-    "margin": (is_number, "a number"), "reward": (is_number, "a number"),
+    "prompt": (is_dialogue, "text or {role, content} messages"),
+    "logprobs": (is_numbers, "a list of numbers"),
+    "margin": (is_number, "a number"),
+    "reward": (is_number, "a number"),
 }
 
 

@@ -156,7 +156,9 @@ def load_reward_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype
     base = adapter_base(cfg.path)
     if base:
         if not any(key.endswith("score.weight") for key in _adapter_weights(cfg.path)):
-            raise UserError(f"{cfg.path} is a LoRA folder without a score head, so not a reward model; see train_reward.py")
+            raise UserError(
+                f"{cfg.path} is a LoRA folder without a score head, so not a reward model; see train_reward.py"
+            )
         from peft import PeftModel
 
         model = _from_pretrained(AutoModelForSequenceClassification, base, cfg, dtype, num_labels=1)
@@ -169,7 +171,9 @@ def load_reward_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype
             raise UserError(f"no reward model at {cfg.path}: {_first_line(error)}") from None
         architectures = config.architectures or []
         if not any("SequenceClassification" in name or "RewardModel" in name for name in architectures):
-            raise UserError(f"{cfg.path} is a {'/'.join(architectures) or 'model'} without a score head; give a reward model, see train_reward.py")
+            raise UserError(
+                f"{cfg.path} is a {'/'.join(architectures) or 'model'} without a score head; give a reward model, see train_reward.py"
+            )
         if config.num_labels != 1:
             raise UserError(f"{cfg.path} has {config.num_labels} outputs; a reward model has one")
         model = _from_pretrained(AutoModelForSequenceClassification, cfg.path, cfg, dtype)
@@ -224,7 +228,9 @@ def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype
         logging.set_verbosity(level)
     if auto_class.__name__ == "AutoModelForSequenceClassification":
         if not isinstance(getattr(model, "score", None), nn.Linear):
-            raise UserError(f"{path} is a {type(model).__name__} without a linear head named score; choose a decoder model")
+            raise UserError(
+                f"{path} is a {type(model).__name__} without a linear head named score; choose a decoder model"
+            )
         head = ScalarHead(model.score.in_features, model.score.out_features, bias=model.score.bias is not None)
         head.load_state_dict(model.score.state_dict())
         model.score = head
@@ -248,7 +254,14 @@ def freeze(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "classifier_dropout"):
+    for name in (
+        "attention_dropout",
+        "attn_pdrop",
+        "resid_pdrop",
+        "embd_pdrop",
+        "hidden_dropout",
+        "classifier_dropout",
+    ):
         if isinstance(getattr(model, "config", None) and getattr(model.config, name, None), float):
             setattr(model.config, name, 0.0)
     return model
@@ -289,7 +302,9 @@ def trunk_of(model: nn.Module) -> nn.Module:
 
 def last_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """(B, S) ids, right-padded -> (B, S, H)."""
-    return trunk_of(model)(input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False).last_hidden_state
+    return trunk_of(model)(
+        input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False
+    ).last_hidden_state
 
 
 class ScalarHead(nn.Linear):
@@ -297,7 +312,9 @@ class ScalarHead(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+            return nn.functional.linear(
+                hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+            )
 
 
 def score_at_end(head: nn.Module, hidden: Tensor, attention_mask: Tensor) -> Tensor:
@@ -319,7 +336,9 @@ def project(model: nn.Module, hidden: Tensor) -> Tensor:
     return logits
 
 
-def chunked_logprobs(model: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, entropy: bool) -> list[Tensor]:
+def chunked_logprobs(
+    model: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, entropy: bool
+) -> list[Tensor]:
     """Log-probabilities of `labels` at `temperature`, and entropies if asked: (N, H), (N,) -> [(N,)] or [(N,), (N,)].
 
     In fp32 and nats. Logits exist for LOGITS_CHUNK positions at a time and are computed again in the
@@ -468,7 +487,9 @@ def start_checkpointing(model: nn.Module, **kwargs) -> None:
             if hasattr(module, "gradient_checkpointing"):
                 module.training = torch.is_grad_enabled()
 
-    trunk_of(model.get_base_model() if hasattr(model, "get_base_model") else model).register_forward_pre_hook(follow_grad_mode)
+    trunk_of(model.get_base_model() if hasattr(model, "get_base_model") else model).register_forward_pre_hook(
+        follow_grad_mode
+    )
 
 
 def _lora_layers(model: nn.Module) -> list[nn.Module]:
@@ -489,11 +510,23 @@ def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, ta
         layers = list(range(n - options.last_layers, n))
         if targets == "all-linear":  # peft wants names when layers are chosen
             trunk = trunk_of(model.get_base_model() if isinstance(model, PeftModel) else model)
-            linear = (m for m in trunk.named_modules() if isinstance(m[1], nn.Linear) or type(m[1]).__name__ == "Conv1D")
-            targets = sorted({name.split(".")[-1] for name, _ in linear if ".lora_" not in name and name.split(".")[-1] != "base_layer"}
-                             | {name.split(".")[-2] for name, _ in trunk.named_modules() if name.endswith(".base_layer")})
+            linear = (
+                m for m in trunk.named_modules() if isinstance(m[1], nn.Linear) or type(m[1]).__name__ == "Conv1D"
+            )
+            targets = sorted(
+                {
+                    name.split(".")[-1]
+                    for name, _ in linear
+                    if ".lora_" not in name and name.split(".")[-1] != "base_layer"
+                }
+                | {name.split(".")[-2] for name, _ in trunk.named_modules() if name.endswith(".base_layer")}
+            )
     config = LoraConfig(
-        r=options.r, lora_alpha=options.lora_alpha, target_modules=targets, layers_to_transform=layers, task_type=task,
+        r=options.r,
+        lora_alpha=options.lora_alpha,
+        target_modules=targets,
+        layers_to_transform=layers,
+        task_type=task,
         base_model_name_or_path=model.name_or_path,
     )
     with torch.random.fork_rng(devices=[]):
@@ -523,7 +556,12 @@ def add_reward_adapter(model: nn.Module, path: str, adapter: str) -> ScalarHead:
     if not heads:
         raise UserError(f"{path} is a LoRA folder without a score head, so not a reward model; see train_reward.py")
     score = weights.pop(heads[0])
-    config.task_type, config.modules_to_save, config.inference_mode, config.lora_dropout = "CAUSAL_LM", None, False, 0.0
+    config.task_type, config.modules_to_save, config.inference_mode, config.lora_dropout = (
+        "CAUSAL_LM",
+        None,
+        False,
+        0.0,
+    )
     model.add_adapter(adapter, config)
     result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
     places = [p for n, p in model.named_parameters() if f".{adapter}." in n]
@@ -548,7 +586,9 @@ def merged_state_dict(model: nn.Module, adapter: str | None, keep: bool = True) 
     layers = {}
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if adapter is not None:
-        layers = {name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight") and adapter in m.lora_A}
+        layers = {
+            name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight") and adapter in m.lora_A
+        }
     for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" in name or ".modules_to_save." in name or ".original_module." in name:
             continue
@@ -566,7 +606,13 @@ def merged_state_dict(model: nn.Module, adapter: str | None, keep: bool = True) 
     return merged
 
 
-def save_model(model: nn.Module, state: dict[str, Tensor], tokenizer, folder: Path, more: dict[str, dict[str, Tensor]] | None = None) -> None:
+def save_model(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    tokenizer,
+    folder: Path,
+    more: dict[str, dict[str, Tensor]] | None = None,
+) -> None:
     """Write a plain Hugging Face folder (safetensors), whole or not at all; `more`: file name -> further tensors beside it."""
     quiet_in_logs()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -596,7 +642,9 @@ def save_adapter(
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    weights = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(model, adapter_name=adapter).items()}
+    weights = {
+        k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(model, adapter_name=adapter).items()
+    }
     config = model.peft_config[adapter]
     task, modules = config.task_type, config.modules_to_save
     if Path(config.base_model_name_or_path).is_dir():  # so that the folder opens from anywhere

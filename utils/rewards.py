@@ -4,17 +4,25 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Callable, Literal, SupportsFloat
+from typing import Literal, SupportsFloat
 
 import torch
 
 from utils.config import ModelConfig, UserError
 from utils.data import encode_prompt, encode_response
-from utils.models import arithmetic, last_hidden, load_reward_model, load_tokenizer, max_positions, score_at_end, trunk_of
+from utils.models import (
+    arithmetic,
+    last_hidden,
+    load_reward_model,
+    load_tokenizer,
+    max_positions,
+    score_at_end,
+    trunk_of,
+)
 from utils.tensors import pad_rows
 from utils.tracking import progress_bar
 
@@ -40,7 +48,9 @@ def check_reward_config(cfg: RewardConfig) -> None:
         raise UserError(f"reward_model.style {cfg.style} needs reward_model.{needs[cfg.style]}")
     for style, key in needs.items():
         if style != cfg.style and getattr(cfg, key) is not None:
-            raise UserError(f"reward_model.{key} has no effect with reward_model.style {cfg.style}; remove it or set style {style}")
+            raise UserError(
+                f"reward_model.{key} has no effect with reward_model.style {cfg.style}; remove it or set style {style}"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ final numbers
@@ -180,7 +190,9 @@ def model_scores(
             progress.update(len(part))
     for response, score in zip(responses, scores):
         if not math.isfinite(score):
-            raise UserError(f"the reward model gives {score} to the response {response[:80]!r}; try model.dtype float32")
+            raise UserError(
+                f"the reward model gives {score} to the response {response[:80]!r}; try model.dtype float32"
+            )
     return scores
 
 
@@ -196,6 +208,8 @@ def reward_model_scorer(path: str, micro_batch_size: int, device: torch.device, 
 
     def scorer(prompts, responses, columns):
         with progress_bar(label="scoring", unit="responses", total=len(prompts)) as bar:
-            return model_scores(forward, tokenizer, prompts, responses, micro_batch_size, device, max_positions(model), bar)
+            return model_scores(
+                forward, tokenizer, prompts, responses, micro_batch_size, device, max_positions(model), bar
+            )
 
     return scorer

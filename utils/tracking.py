@@ -74,7 +74,11 @@ def log_samples(accelerator, step: int, samples: list[dict]) -> None:
     """A table of texts: a table in W&B, Markdown text elsewhere."""
     columns = list(samples[0])
     cells = [[str(sample[name]) for name in columns] for sample in samples]
-    lines = [columns, ["---"] * len(columns), *([c.replace("|", "\\|").replace("\n", "<br>") for c in row] for row in cells)]
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *([c.replace("|", "\\|").replace("\n", "<br>") for c in row] for row in cells),
+    ]
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":
             tracker.log_table("samples", columns=columns, data=cells, step=step)

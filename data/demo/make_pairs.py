@@ -45,8 +45,14 @@ def main(model_path: str) -> None:
         for temperature, n in ANSWERS:
             asked = [q for q in questions for _ in range(n)]
             sampled = generate(
-                model, [encode_prompt(tokenizer, dialogue(q)) for q in asked], MAX_NEW_TOKENS, temperature, eos_ids(tokenizer, model),
-                tokenizer.pad_token_id, batch_size=128, progress=progress,
+                model,
+                [encode_prompt(tokenizer, dialogue(q)) for q in asked],
+                MAX_NEW_TOKENS,
+                temperature,
+                eos_ids(tokenizer, model),
+                tokenizer.pad_token_id,
+                batch_size=128,
+                progress=progress,
             )
             for question, ids in zip(asked, sampled):
                 answers[question].add(decode_response(tokenizer, ids).strip())
@@ -60,7 +66,13 @@ def main(model_path: str) -> None:
     pairs = list(dict.fromkeys(pairs))
     with open(HERE / "preferences.jsonl", "w", encoding="utf-8") as file:
         for question, (good, chosen), (bad, rejected) in pairs:
-            row = {"prompt": dialogue(question), "chosen": chosen, "rejected": rejected, "gold_chosen": round(good, 3), "gold_rejected": round(bad, 3)}
+            row = {
+                "prompt": dialogue(question),
+                "chosen": chosen,
+                "rejected": rejected,
+                "gold_chosen": round(good, 3),
+                "gold_rejected": round(bad, 3),
+            }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     print(f"{len(pairs)} pairs from {len(questions)} prompts")
 

@@ -19,26 +19,32 @@ from itertools import islice
 from pathlib import Path
 
 from utils.config import UserError
+from utils.rows import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    HDF5_TYPES,
+    BadRow,
+    TextRow,
+    hdf5_tables,
+    parse_line,
+    read_hdf5_rows,
+    unique_keys,
+)
 
-CHUNK_ROWS = 1000
-CHUNK_BYTES = 4_000_000
-SIDECARS = ("report.json", "run.json", "state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dropped.jsonl", "contradicted.jsonl", "coverage.jsonl")  # about data
+SIDECARS = (
+    "report.json",
+    "run.json",
+    "state.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "dropped.jsonl",
+    "contradicted.jsonl",
+    "coverage.jsonl",
+)  # about data
 TEXT_TYPES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz", ".zst"))
 ARROW_TYPES = (".arrow", ".feather")
-HDF5_TYPES = (".h5", ".hdf5")
 SUFFIXES = (*TEXT_TYPES, ".parquet", *ARROW_TYPES, *HDF5_TYPES)
-
-
-class BadRow(Exception):
-    """A row that cannot be used: (reason to count it under, detail)."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
-
-
-class TextRow(dict):
-    """A row of a format without nesting (CSV, HDF5): numbers, lists and messages may stand in it as text."""
 
 
 @dataclass
@@ -127,7 +133,11 @@ def source_files(source: str, split: str | None = None) -> tuple[list[str], list
         return [source], []
     is_folder = os.path.isdir(source)
     if is_folder:
-        found = [str(f) for f in path.rglob("*") if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]
+        found = [
+            str(f)
+            for f in path.rglob("*")
+            if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)
+        ]
     else:
         found = [f for f in glob.glob(source, recursive=True) if os.path.isfile(f)]
     found = sorted(found)
@@ -146,7 +156,10 @@ def source_files(source: str, split: str | None = None) -> tuple[list[str], list
             files = [f for f in files if splits[f] == (split or "train")]
             left_out = [f for f in splits if f not in files]
     if not files:
-        raise UserError(f"source {source} has no {', '.join(SUFFIXES)} files" + (f" of the split {split or 'train'}" if left_out else ""))
+        raise UserError(
+            f"source {source} has no {', '.join(SUFFIXES)} files"
+            + (f" of the split {split or 'train'}" if left_out else "")
+        )
     return files, left_out + [f for f in found if not f.endswith((*SUFFIXES, ".html", ".yaml", ".md"))]
 
 
@@ -252,46 +265,51 @@ def line_chunks(file: str, stream, whole_allowed: bool) -> Iterator[Chunk]:
         if number == 1:
             lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
             first = next((line.strip() for line in lines if line.strip()), b"")
-            alone = whole_allowed and first.startswith(b"{") and not stream.peek(1) and sum(bool(line.strip()) for line in lines) == 1
-            if alone or whole_allowed and first.startswith(b"{") and isinstance(next(parse_line("", 1, first))[1], BadRow):
+            alone = (
+                whole_allowed
+                and first.startswith(b"{")
+                and not stream.peek(1)
+                and sum(bool(line.strip()) for line in lines) == 1
+            )
+            if (
+                alone
+                or whole_allowed
+                and first.startswith(b"{")
+                and isinstance(next(parse_line("", 1, first))[1], BadRow)
+            ):
                 yield from object_chunks(file, b"".join(lines) + stream.read())
                 return
         yield Chunk(file, number, lines)
         number += len(lines)
 
 
-def unique_keys(pairs: list[tuple]) -> dict:
-    """An object; of two equal keys one would be lost."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice")
-    return row
-
-
-def parse_line(file: str, number: int, line: bytes) -> Iterator[tuple[str, object]]:
-    place = f"{file}:{number}"
-    try:
-        text = line.decode("utf-8").strip()
-        if text:
-            yield place, json.loads(text, object_pairs_hook=unique_keys)
-    except UnicodeDecodeError as error:
-        yield place, BadRow("broken_row", f"not UTF-8 at byte {error.start + 1}")
-    except json.JSONDecodeError as error:
-        yield f"{place}:{error.colno}", BadRow("broken_row", error.msg)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
-        yield place, BadRow("broken_row", str(error).split(";")[0])
-
-
 def object_chunks(file: str, data: bytes) -> Iterator[Chunk]:
     """A file that is one object: one row, or the rows in the only list of objects that it holds."""
     value = load_whole(file, data)
-    lists = [(k, v) for k, v in value.items() if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)] if isinstance(value, dict) else []
-    conversations = ("prompt", "chosen", "rejected", "messages", "conversations", "completions", "responses", "summaries", "answers")
+    lists = (
+        [(k, v) for k, v in value.items() if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)]
+        if isinstance(value, dict)
+        else []
+    )
+    conversations = (
+        "prompt",
+        "chosen",
+        "rejected",
+        "messages",
+        "conversations",
+        "completions",
+        "responses",
+        "summaries",
+        "answers",
+    )
     if len(lists) == 1 and lists[0][0] not in conversations:
         name, rows = lists[0]
         for start in range(0, len(rows), CHUNK_ROWS):
-            yield Chunk(file, start + 1, [(f"{name}[{i}]", row) for i, row in enumerate(rows[start : start + CHUNK_ROWS], start)])
+            yield Chunk(
+                file,
+                start + 1,
+                [(f"{name}[{i}]", row) for i, row in enumerate(rows[start : start + CHUNK_ROWS], start)],
+            )
     else:
         yield Chunk(file, 1, [("row 1", value)])
 
@@ -302,7 +320,9 @@ def load_whole(file: str, data: bytes):
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 at byte {error.start}; convert the file") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{file}:{error.lineno}:{error.colno}: {error.msg}; neither JSON lines nor one whole JSON value") from None
+        raise UserError(
+            f"{file}:{error.lineno}:{error.colno}: {error.msg}; neither JSON lines nor one whole JSON value"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -317,7 +337,9 @@ def array_chunks(file: str, stream) -> Iterator[Chunk]:
     def fail(message: str):
         line = lines + buffer.count("\n", 0, position)
         column = position - buffer.rfind("\n", 0, position)
-        return UserError(f"{file}:{line}:{column}: {message}; a JSON array must be whole (JSON lines can have broken rows)")
+        return UserError(
+            f"{file}:{line}:{column}: {message}; a JSON array must be whole (JSON lines can have broken rows)"
+        )
 
     while True:
         position = re.compile(r"[ \t\r\n]*").match(buffer, position).end()
@@ -368,7 +390,9 @@ def array_chunks(file: str, stream) -> Iterator[Chunk]:
 def csv_chunks(file: str, stream, delimiter: str) -> Iterator[Chunk]:
     """Rows by the names in the first line; an empty cell is null. Cells may hold line breaks inside quotes."""
     csv.field_size_limit(sys.maxsize)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")  # bad bytes are found later, by row
+    text = io.TextIOWrapper(
+        stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
+    )  # bad bytes are found later, by row
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     header = next(reader, None) or []
     index = "Unnamed: 0"  # what pandas calls the index that it wrote without a name
@@ -391,7 +415,13 @@ def csv_chunks(file: str, stream, delimiter: str) -> Iterator[Chunk]:
             if not cells:
                 continue
             if len(cells) != len(names):
-                yield f"{start}", BadRow("broken_row", f"expected {len(names)} cells, found {len(cells)} (lines {start} to {reader.line_num})")
+                yield (
+                    f"{start}",
+                    BadRow(
+                        "broken_row",
+                        f"expected {len(names)} cells, found {len(cells)} (lines {start} to {reader.line_num})",
+                    ),
+                )
                 continue
             yield f"{start}", TextRow({name: cell if cell != "" else None for name, cell in zip(names, cells)})
 
@@ -445,67 +475,11 @@ def read_hdf5(file: str) -> Iterator[Chunk]:
     for group, length in hdf5_tables(file):
         for start in range(0, length, CHUNK_ROWS):
             rows = read_hdf5_rows(file, group, start, min(start + CHUNK_ROWS, length))
-            places = [(f"{group.strip('/')}[{i}]" if group != "/" else f"row {i + 1}", row) for i, row in enumerate(rows, start)]
+            places = [
+                (f"{group.strip('/')}[{i}]" if group != "/" else f"row {i + 1}", row)
+                for i, row in enumerate(rows, start)
+            ]
             yield Chunk(file, start + 1, places, len(rows) / length)
-
-
-def hdf5_tables(file: str) -> list[tuple[str, int]]:
-    """(group, rows) of each group of a HDF5 file that has columns; its columns must be equally long."""
-    import h5py
-
-    tables: list[tuple[str, int]] = []
-    try:
-        with h5py.File(file, "r") as opened:
-            groups = [opened]
-            opened.visititems(lambda _, item: groups.append(item) if isinstance(item, h5py.Group) else None)
-            for group in groups:
-                lengths = {name: item.shape[0] for name, item in group.items() if isinstance(item, h5py.Dataset) and item.shape}
-                if len(set(lengths.values())) > 1:
-                    raise UserError(f"{file}: columns of {group.name} differ in length ({lengths}); one row needs one value of each")
-                if lengths:
-                    tables.append((group.name, next(iter(lengths.values()))))
-    except OSError as error:
-        raise UserError(f"{file}: not a readable HDF5 file ({error})") from None
-    if not tables:
-        raise UserError(f"{file}: has no columns (datasets with at least one dimension)")
-    return tables
-
-
-def read_hdf5_rows(file: str, group: str, start: int, stop: int) -> list[TextRow | BadRow]:
-    """Rows [start, stop) of one group. The file is opened here, so that every worker has its own handle."""
-    import h5py
-
-    columns: dict[str, list] = {}
-    with h5py.File(file, "r") as opened:
-        for name, item in opened[group].items():
-            if isinstance(item, h5py.Dataset) and item.shape:
-                values = item[start:stop]
-                if values.dtype.names:  # a compound type: a table of its own
-                    columns |= {field: [plain(v) for v in values[field]] for field in values.dtype.names}
-                else:
-                    columns[name] = [plain(v) for v in values]
-    rows: list[TextRow | BadRow] = []
-    for cells in zip(*columns.values()):
-        bad = next((name for name, cell in zip(columns, cells) if isinstance(cell, BadRow)), None)
-        row = dict(zip(columns, cells))
-        rows.append(TextRow(row) if bad is None else BadRow(row[bad].reason, f"{bad}: {row[bad].detail}"))
-    return rows
-
-
-def plain(value):
-    """An element of an HDF5 dataset as Python's own type: bytes are text, NUL padding is no part of it."""
-    if isinstance(value, bytes):
-        try:
-            return value.rstrip(b"\0").decode("utf-8")
-        except UnicodeDecodeError as error:
-            return BadRow("broken_row", f"not UTF-8 at byte {error.start + 1}")
-    if not hasattr(value, "tolist"):
-        return value
-    listed = value.tolist()
-    if isinstance(listed, list):
-        listed = [plain(v) for v in listed]
-        return next((v for v in listed if isinstance(v, BadRow)), listed)
-    return plain(listed) if isinstance(listed, bytes) else listed
 
 
 # ------------------------------------------------------------------------------------------------- datasets
@@ -517,14 +491,18 @@ def read_saved(source: str, hub: Hub) -> Iterator[Chunk]:
     try:
         saved = datasets.load_from_disk(source)
     except Exception as error:
-        raise UserError(f"source {source}: not readable as a folder that datasets saved ({first_line(error)})") from None
+        raise UserError(
+            f"source {source}: not readable as a folder that datasets saved ({first_line(error)})"
+        ) from None
     if isinstance(saved, datasets.DatasetDict):
         split = hub.split or "train"
         if split not in saved:
             raise UserError(f"source {source} has the splits {', '.join(saved)}; choose one with --hub.split")
         saved = saved[split]
     elif hub.split is not None:
-        raise UserError(f"source {source} is one set without splits, so hub.split {hub.split} would have no effect; remove it")
+        raise UserError(
+            f"source {source} is one set without splits, so hub.split {hub.split} would have no effect; remove it"
+        )
     yield from table_chunks(source, saved)
 
 
@@ -533,12 +511,16 @@ def read_hub(name: str, hub: Hub) -> Iterator[Chunk]:
 
     split = hub.split or "train"
     try:
-        rows = datasets.load_dataset(name, hub.name, data_dir=hub.data_dir, split=split, revision=hub.revision, streaming=hub.streaming)
+        rows = datasets.load_dataset(
+            name, hub.name, data_dir=hub.data_dir, split=split, revision=hub.revision, streaming=hub.streaming
+        )
         yield from table_chunks(hub_label(name, hub), rows)
     except UserError:
         raise
     except Exception as error:  # the library raises many kinds, all of which mean the same to the user
-        raise UserError(f"source {name}: neither a file here nor a readable hub dataset ({first_line(error)})") from None
+        raise UserError(
+            f"source {name}: neither a file here nor a readable hub dataset ({first_line(error)})"
+        ) from None
 
 
 def table_chunks(name: str, rows) -> Iterator[Chunk]:

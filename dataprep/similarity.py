@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-WORD = re.compile("[\u2e80-\u9fff\uac00-\ud7af]|[^\\W\u2e80-\u9fff\uac00-\ud7af]+")  # one CJK character, or a run of letters and digits
+WORD = re.compile(
+    "[\u2e80-\u9fff\uac00-\ud7af]|[^\\W\u2e80-\u9fff\uac00-\ud7af]+"
+)  # one CJK character, or a run of letters and digits
 MINIMA = 128
 A, B = np.random.default_rng(7).integers(1, 2**32, (2, MINIMA), dtype=np.uint32) | np.uint32(1)
 MIX = np.random.default_rng(8).integers(1, 2**63, MINIMA + 1, dtype=np.uint64) | np.uint64(1)
@@ -154,5 +156,7 @@ def tfidf(texts: list[str], rarity: np.ndarray) -> np.ndarray:
     rows, words, counts = word_counts(texts)
     vectors = np.zeros((len(texts), HASHED_SIZE), dtype=np.float32)
     sign = np.where(words >> 31 & 1, -1.0, 1.0).astype(np.float32)
-    np.add.at(vectors, (rows, words >> 4 & HASHED_SIZE - 1), sign * (1 + np.log(counts)) * rarity[words % HASHED_WORDS])
+    np.add.at(
+        vectors, (rows, words >> 4 & HASHED_SIZE - 1), sign * (1 + np.log(counts)) * rarity[words % HASHED_WORDS]
+    )
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)

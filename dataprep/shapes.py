@@ -11,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from dataprep.sources import Chunk
 from utils.config import UserError
-from utils.sources import CHUNK_ROWS, BadRow, Chunk, TextRow
+from utils.rows import CHUNK_ROWS, BadRow, TextRow
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ class Columns:
     """a written reference answer; also found: solution"""
 
 
-
 class Shape(NamedTuple):
     kind: str
     """of the rows that come out"""
@@ -65,7 +65,19 @@ class Shape(NamedTuple):
 
 
 USUAL = {
-    "prompt": ("prompt", "question", "instruction", "problem", "history", "query", "messages", "conversations", "turns", "context", "input"),
+    "prompt": (
+        "prompt",
+        "question",
+        "instruction",
+        "problem",
+        "history",
+        "query",
+        "messages",
+        "conversations",
+        "turns",
+        "context",
+        "input",
+    ),
     "system": ("system", "system_prompt"),
     "answers": ("responses", "completions", "answers", "summaries"),
     "scores": ("scores", "ratings"),
@@ -94,17 +106,47 @@ USES = {  # columns that a shape looks at
     "prompts": ("prompt", "system", "response", "ground_truth", "reference"),
 }
 GROUPED = ("rated rows", "thumbs")  # one answer a row; for pairs the rows of a prompt are brought together
-ANSWER_COLUMNS = {"chosen", "rejected", "responses", "completions", "response_a", "response_b", "response_0", "response_1", "response_2", "winner", "label"}
+ANSWER_COLUMNS = {
+    "chosen",
+    "rejected",
+    "responses",
+    "completions",
+    "response_a",
+    "response_b",
+    "response_0",
+    "response_1",
+    "response_2",
+    "winner",
+    "label",
+}
 SCORE_KEYS = ("score", "overall_score", "rating", "reward")
 TEXT_KEYS = ("response", "text", "content", "answer", "completion")
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+ROLES = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
 HH_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 
 
 def found(value) -> str:
     """What a value is, in words of the data."""
-    names = {bool: "true/false", int: "number", float: "number", str: "text", list: "list", dict: "object", type(None): "null"}
+    names = {
+        bool: "true/false",
+        int: "number",
+        float: "number",
+        str: "text",
+        list: "list",
+        dict: "object",
+        type(None): "null",
+    }
     name = names.get(type(value), type(value).__name__)
     return f"{name} {str(value)[:40]!r}" if name in ("text", "number", "true/false") else name
 
@@ -114,7 +156,9 @@ def find(row: dict, columns: Columns, name: str) -> str | None:
     mapped = getattr(columns, name)
     if mapped is not None:
         if mapped not in row:
-            raise BadRow("missing_column", f"no column {mapped!r} (columns.{name}); the row has {sorted(map(str, row))}")
+            raise BadRow(
+                "missing_column", f"no column {mapped!r} (columns.{name}); the row has {sorted(map(str, row))}"
+            )
         return mapped
     return next((c for c in USUAL.get(name, (name,)) if c in row), None)
 
@@ -182,7 +226,11 @@ def detect_shape(row, columns: Columns, kind: str | None = None) -> Shape:
         shapes.append(Shape("preference", "rated answers"))
     elif has["prompt"] and has["response"]:
         logged = [Shape("trajectories", "logged answers"), Shape("preference", "rated rows")] if has["reward"] else []
-        thumbs = [Shape("preference", "thumbs"), Shape("trajectories", "thumbs")] if has["label"] and thumb(row[has["label"]]) is not None else []
+        thumbs = (
+            [Shape("preference", "thumbs"), Shape("trajectories", "thumbs")]
+            if has["label"] and thumb(row[has["label"]]) is not None
+            else []
+        )
         shapes += logged + thumbs if "reward" in row or columns.reward else thumbs + logged
     if has["prompt"]:
         shapes.append(Shape("prompts", "prompts"))
@@ -201,13 +249,23 @@ def detect_shape(row, columns: Columns, kind: str | None = None) -> Shape:
 
 
 def rated_objects(value) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) and any(k in v for k in (*SCORE_KEYS, "rank")) for v in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(v, dict) and any(k in v for k in (*SCORE_KEYS, "rank")) for v in value)
+    )
 
 
 def thumb(value) -> bool | None:
     """True for thumbs up, False for down, None for anything else."""
     text = str(value).strip().lower()
-    return True if text in ("true", "1", "1.0", "up", "thumbs_up", "+1") else False if text in ("false", "0", "0.0", "down", "thumbs_down", "-1") else None
+    return (
+        True
+        if text in ("true", "1", "1.0", "up", "thumbs_up", "+1")
+        else False
+        if text in ("false", "0", "0.0", "down", "thumbs_down", "-1")
+        else None
+    )
 
 
 def as_text(value, name: str) -> str:
@@ -215,7 +273,9 @@ def as_text(value, name: str) -> str:
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BadRow("wrong_type", f"{name}: expected text, found bytes that are not UTF-8 at byte {error.start + 1}") from None
+            raise BadRow(
+                "wrong_type", f"{name}: expected text, found bytes that are not UTF-8 at byte {error.start + 1}"
+            ) from None
     if not isinstance(value, str):
         raise BadRow("wrong_type", f"{name}: expected text, found {found(value)}")
     return value
@@ -261,7 +321,11 @@ def as_messages(value, name: str) -> list[dict]:
     if isinstance(value, (str, bytes)):
         text = as_text(value, name)
         if "\n\nAssistant:" in text and (dialogue := parse_hh(text)):
-            return dialogue[:-1] if dialogue[-1]["role"] == "assistant" and not dialogue[-1]["content"].strip() else dialogue
+            return (
+                dialogue[:-1]
+                if dialogue[-1]["role"] == "assistant" and not dialogue[-1]["content"].strip()
+                else dialogue
+            )
         if "<extra_id_1>" in text:  # HelpSteer's turns; the first one is the user's
             parts = HELPSTEER_TURN.split("\n<extra_id_1>User\n" + text.removeprefix("<extra_id_1>User\n"))
             turns = [{"role": r.lower(), "content": c} for r, c in zip(parts[1::2], parts[2::2])]
@@ -277,9 +341,16 @@ def as_messages(value, name: str) -> list[dict]:
             raise BadRow("wrong_type", f"{name}[{i}]: expected {{role, content}}, found {found(message)}")
         keys = ("role", "content") if "role" in message else ("from", "value")
         if not set(keys) <= set(message):
-            raise BadRow("wrong_type", f"{name}[{i}]: expected {{role, content}}, found an object with {sorted(map(str, message))}")
+            raise BadRow(
+                "wrong_type",
+                f"{name}[{i}]: expected {{role, content}}, found an object with {sorted(map(str, message))}",
+            )
         role, content = as_text(message[keys[0]], f"{name}[{i}].{keys[0]}"), message[keys[1]]
-        if isinstance(content, list) and content and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        if (
+            isinstance(content, list)
+            and content
+            and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content)
+        ):
             content = "".join(part["text"] for part in content)
         if any(message.get(key) for key in ("tool_calls", "function_call", "images")):
             raise BadRow("wrong_type", f"{name}[{i}]: expected a message of text, found tool calls or images")
@@ -296,7 +367,10 @@ def as_answer(value, name: str, prompt: list[dict]) -> str:
         if messages[: len(prompt)] == prompt:
             messages = messages[len(prompt) :]
         if len(messages) != 1 or messages[0]["role"] != "assistant":
-            raise BadRow("no_final_answer", f"{name}: expected one assistant message after the prompt, found {[m['role'] for m in messages]}")
+            raise BadRow(
+                "no_final_answer",
+                f"{name}: expected one assistant message after the prompt, found {[m['role'] for m in messages]}",
+            )
         return messages[0]["content"]
     return as_text(value, name)
 
@@ -336,7 +410,10 @@ def read_prompt(row: dict, name: dict) -> list[dict]:
         earlier = [turn for pair in row["history"] if isinstance(pair, list) and len(pair) == 2 for turn in pair]
         if len(earlier) != 2 * len(row["history"]):
             raise BadRow("wrong_type", "history: expected a list of [question, answer] pairs")
-        prompt = [{"role": ("user", "assistant")[i % 2], "content": as_text(turn, "history")} for i, turn in enumerate(earlier)] + prompt
+        prompt = [
+            {"role": ("user", "assistant")[i % 2], "content": as_text(turn, "history")}
+            for i, turn in enumerate(earlier)
+        ] + prompt
     system = row[name["system"]] if name["system"] else None
     if system and prompt[:1] != [{"role": "system", "content": system}]:
         prompt.insert(0, {"role": "system", "content": as_text(system, name["system"])})
@@ -348,15 +425,28 @@ def read_pair(row: dict, name: dict, chosen: str, rejected: str) -> dict:
     good, bad, column = row[chosen], row[rejected], name["prompt"]
     if column is None or is_conversation(good) and is_conversation(bad):
         prompt, good, bad = conversation_pair(good, bad, (chosen, rejected))
-        if column not in (None, "messages", "conversations", "turns"):  # the prompt stands in a column too, perhaps without its first turns
+        if column not in (
+            None,
+            "messages",
+            "conversations",
+            "turns",
+        ):  # the prompt stands in a column too, perhaps without its first turns
             stated = read_prompt(row, name)
             if not stated or not prompt or stated[-1]["content"].strip() != prompt[-1]["content"].strip():
                 raise BadRow("different_prompts", f"{column} is not what {chosen} and {rejected} answer")
         raw = {}
         for key, value, answer in (("chosen", row[chosen], good), ("rejected", row[rejected], bad)):
-            if isinstance(value, str) and value != hh_text([*prompt, {"role": "assistant", "content": answer}]) or more_than_messages(value):
+            if (
+                isinstance(value, str)
+                and value != hh_text([*prompt, {"role": "assistant", "content": answer}])
+                or more_than_messages(value)
+            ):
                 raw[key] = value
-        if column is not None and row[column] != prompt and not (len(prompt) == 1 and row[column] == prompt[0]["content"]):
+        if (
+            column is not None
+            and row[column] != prompt
+            and not (len(prompt) == 1 and row[column] == prompt[0]["content"])
+        ):
             raw["prompt"] = row[column]
         return {"prompt": prompt, "chosen": good, "rejected": bad, "raw": raw}
     prompt, raw = read_prompt(row, name), {}
@@ -365,7 +455,11 @@ def read_pair(row: dict, name: dict, chosen: str, rejected: str) -> dict:
     good, bad = as_answer(good, chosen, prompt), as_answer(bad, rejected, prompt)
     text = row[column]
     # Some sets repeat the prompt in front of both answers. One or two words can start an answer by chance.
-    if isinstance(text, str) and len(text.split()) > 2 and all(a.startswith(text) and re.match(r"\s", a[len(text) :]) for a in (good, bad)):
+    if (
+        isinstance(text, str)
+        and len(text.split()) > 2
+        and all(a.startswith(text) and re.match(r"\s", a[len(text) :]) for a in (good, bad))
+    ):
         raw = {"chosen": good, "rejected": bad}
         good, bad = good[len(text) :], bad[len(text) :]
     for key, value in (("chosen", row[chosen]), ("rejected", row[rejected])):
@@ -376,7 +470,9 @@ def read_pair(row: dict, name: dict, chosen: str, rejected: str) -> dict:
 def more_than_messages(value) -> bool:
     """Whether messages say more than role and text: a name, a weight, content in parts."""
     messages = value if isinstance(value, list) else [value] if isinstance(value, dict) else []
-    return any(isinstance(m, dict) and (len(m) > 2 or not isinstance(m.get("content", m.get("value")), str)) for m in messages)
+    return any(
+        isinstance(m, dict) and (len(m) > 2 or not isinstance(m.get("content", m.get("value")), str)) for m in messages
+    )
 
 
 def choice_of(value, how: str, column: str, columns: Columns) -> bool:
@@ -391,7 +487,10 @@ def choice_of(value, how: str, column: str, columns: Columns) -> bool:
     if how == "name":
         last = re.split(r"[\s_-]", text)[-1]
         if last not in ("a", "b"):
-            raise BadRow("wrong_type", f"{column}: expected a, b or tie, found {found(value)}; --columns.choice_a and choice_b name the values")
+            raise BadRow(
+                "wrong_type",
+                f"{column}: expected a, b or tie, found {found(value)}; --columns.choice_a and choice_b name the values",
+            )
         return last == "a"
     number = as_number(value, column)
     if how == "sign":
@@ -433,7 +532,10 @@ def rated_answers(row: dict, name: dict, prompt: list[dict]) -> tuple[list[tuple
                     score = -as_number(value["rank"], f"{place}.rank")
                 text_key = next((k for k in TEXT_KEYS if k in value), None)
                 if text_key is None:
-                    raise BadRow("wrong_type", f"{place}: expected an answer under {', '.join(TEXT_KEYS)}, found {sorted(map(str, value))}")
+                    raise BadRow(
+                        "wrong_type",
+                        f"{place}: expected an answer under {', '.join(TEXT_KEYS)}, found {sorted(map(str, value))}",
+                    )
                 rest = {k: v for k, v in value.items() if k != text_key}
                 value = value[text_key]
             number = as_number(score, f"score of {place}")
@@ -453,11 +555,22 @@ def pairs_from_scores(rated: list[tuple[str, float, dict]], mode: str) -> list[d
     ordered = sorted(rated, key=lambda item: -item[1])
     pairs = [(a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :] if a[1] > b[1]]
     if not pairs:
-        raise BadRow("tie" if len(rated) > 1 else "no_counterpart", f"{len(rated)} answers, no two with different scores")
+        raise BadRow(
+            "tie" if len(rated) > 1 else "no_counterpart", f"{len(rated)} answers, no two with different scores"
+        )
     if mode == "best_worst":  # texts can be equal though their scores are not
-        pairs = [max((p for p in pairs if p[0][0].strip() != p[1][0].strip()), key=lambda p: p[0][1] - p[1][1], default=pairs[0])]
+        pairs = [
+            max(
+                (p for p in pairs if p[0][0].strip() != p[1][0].strip()),
+                key=lambda p: p[0][1] - p[1][1],
+                default=pairs[0],
+            )
+        ]
     more = [{"metadata": {"chosen": a[2], "rejected": b[2]}} if a[2] or b[2] else {} for a, b in pairs]
-    return [{"chosen": a[0], "rejected": b[0], "margin": float(f"{a[1] - b[1]:.9g}"), **m} for (a, b), m in zip(pairs, more)]
+    return [
+        {"chosen": a[0], "rejected": b[0], "margin": float(f"{a[1] - b[1]:.9g}"), **m}
+        for (a, b), m in zip(pairs, more)
+    ]
 
 
 def boxed(text: str) -> str | None:
@@ -477,7 +590,12 @@ def read_prompts_row(row: dict, name: dict, columns: Columns, pairs: str) -> tup
     written = None
     while prompt and prompt[-1]["role"] == "assistant":  # a finished dialogue: its last answer is no prompt
         written = prompt.pop()["content"]
-    out = {"prompt": prompt, "reference": written, "ground_truth": None, "raw": {} if written is None else {name["prompt"]: row[name["prompt"]]}}
+    out = {
+        "prompt": prompt,
+        "reference": written,
+        "ground_truth": None,
+        "raw": {} if written is None else {name["prompt"]: row[name["prompt"]]},
+    }
     verl = row.get("reward_model")
     for key in ("reference", "ground_truth"):
         if name[key]:
@@ -486,7 +604,12 @@ def read_prompts_row(row: dict, name: dict, columns: Columns, pairs: str) -> tup
     if isinstance(verl, dict) and out["ground_truth"] is None:
         out["ground_truth"] = verl.get("ground_truth")  # verl's rows; the object also stays in the metadata
     answer = name["response"]
-    if answer and name["prompt"] == "problem" and out["ground_truth"] is None and isinstance(row[answer], (str, int, float)):
+    if (
+        answer
+        and name["prompt"] == "problem"
+        and out["ground_truth"] is None
+        and isinstance(row[answer], (str, int, float))
+    ):
         out["ground_truth"] = row[answer]  # MATH-like sets: the solution is the reference, the answer is the result
         used.add(answer)
     elif answer and isinstance(row[answer], str) and out["reference"] is None:
@@ -514,12 +637,20 @@ def untext(row: TextRow, name: dict) -> dict:
         cell = row.get(column)
         if not isinstance(cell, str):
             continue
-        if key in ("margin", "reward", "label", "logprobs", "scores", "answers", "choice") or cell.lstrip()[:2] in ("[{", '{"', "[ "):
+        if key in ("margin", "reward", "label", "logprobs", "scores", "answers", "choice") or cell.lstrip()[:2] in (
+            "[{",
+            '{"',
+            "[ ",
+        ):
             try:
                 value = json.loads(cell)
             except ValueError:
                 continue
-            messages = isinstance(value, list) and value and all(isinstance(v, dict) and ("role" in v or "from" in v) for v in value)
+            messages = (
+                isinstance(value, list)
+                and value
+                and all(isinstance(v, dict) and ("role" in v or "from" in v) for v in value)
+            )
             if key in ("margin", "reward", "label", "logprobs", "scores", "answers", "choice") or messages:
                 out[column] = value
     return out
@@ -555,7 +686,11 @@ def read_labelled(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[
     margin = None if margin != margin else as_number(margin, name["margin"])  # tables write NaN for null
     if margin is not None and margin < 0:
         raise BadRow("negative_margin", f"{name['margin']} {margin}: the rejected answer would be the better one")
-    return [read_pair(row, name, name["chosen"], name["rejected"]) | {"margin": margin}], {name["chosen"], name["rejected"], name["margin"]}
+    return [read_pair(row, name, name["chosen"], name["rejected"]) | {"margin": margin}], {
+        name["chosen"],
+        name["rejected"],
+        name["margin"],
+    }
 
 
 def read_choice(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
@@ -574,9 +709,19 @@ def read_summaries(row: dict, name: dict, columns: Columns, pairs: str) -> tuple
     info, summaries = row.get("info"), row.get(name["answers"])
     if not isinstance(info, dict) or not isinstance(summaries, list) or len(summaries) != 2:
         raise BadRow("wrong_type", "expected info and two summaries")
-    texts = [as_text(s.get("text") if isinstance(s, dict) else s, f"{name['answers']}[{i}].text") for i, s in enumerate(summaries)]
+    texts = [
+        as_text(s.get("text") if isinstance(s, dict) else s, f"{name['answers']}[{i}].text")
+        for i, s in enumerate(summaries)
+    ]
     better = 0 if choice_of(row.get("choice"), "index", "choice", columns) else 1
-    return [{"prompt": [{"role": "user", "content": summary_prompt(info)}], "chosen": texts[better], "rejected": texts[1 - better], "margin": None}], set()
+    return [
+        {
+            "prompt": [{"role": "user", "content": summary_prompt(info)}],
+            "chosen": texts[better],
+            "rejected": texts[1 - better],
+            "margin": None,
+        }
+    ], set()
 
 
 def read_rated(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
@@ -588,7 +733,9 @@ def read_rated(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[lis
     if len(rated) < 2 and unusable:
         raise unusable[0]
     made = [{"prompt": [dict(m) for m in prompt], **pair} for pair in pairs_from_scores(rated, pairs)]
-    return [*made, *unusable], {name["answers"]} if pairs == "all" else set()  # answers between the best and the worst stay in the metadata
+    return [*made, *unusable], {
+        name["answers"]
+    } if pairs == "all" else set()  # answers between the best and the worst stay in the metadata
 
 
 def read_thumbs(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
@@ -622,14 +769,20 @@ def read_logged(row: dict, name: dict, columns: Columns, pairs: str, score: str 
         logprobs = [as_number(x, f"{name['logprobs']}[{i}]") for i, x in enumerate(logprobs)]
         if None in logprobs:
             raise BadRow("wrong_type", f"{name['logprobs']}: expected numbers, found null")
-    return [{"prompt": prompt, "response": response, "reward": reward, "logprobs": logprobs}], {name["response"], name[score], name["logprobs"]}
+    return [{"prompt": prompt, "response": response, "reward": reward, "logprobs": logprobs}], {
+        name["response"],
+        name[score],
+        name["logprobs"],
+    }
 
 
 def read_logged_thumb(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
     return read_logged(row, name, columns, pairs, "label")
 
 
-PAIRED = [Shape("preference", name) for name in ("rated answers", "rated rows", "thumbs")]  # where several pairs can be made of a prompt
+PAIRED = [
+    Shape("preference", name) for name in ("rated answers", "rated rows", "thumbs")
+]  # where several pairs can be made of a prompt
 READERS = {
     Shape("preference", "chosen and rejected"): read_labelled,
     Shape("preference", "two answers and a choice"): read_choice,
@@ -654,12 +807,19 @@ def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = 
     name = find_all(row, columns)
     if isinstance(row, TextRow):
         choice = find_choice(row, columns)
-        row = untext(row, name | ({"answer_a": choice[0], "answer_b": choice[1], "choice": choice[2]} if choice else {}))
+        row = untext(
+            row, name | ({"answer_a": choice[0], "answer_b": choice[1], "choice": choice[2]} if choice else {})
+        )
     rows, used = READERS[shape](row, name, columns, pairs)
     used = used | {name["prompt"], name["system"]} if name["prompt"] not in (None, "turns") else used
     rest = {str(k): v for k, v in row.items() if k not in used}
     raw_prompt = row[name["prompt"]] if name["prompt"] else None
-    return [out if isinstance(out, BadRow) else try_finish(out, shape.kind, dict(rest), raw_prompt, suffix, alone=len(rows) == 1) for out in rows]
+    return [
+        out
+        if isinstance(out, BadRow)
+        else try_finish(out, shape.kind, dict(rest), raw_prompt, suffix, alone=len(rows) == 1)
+        for out in rows
+    ]
 
 
 def try_finish(out: dict, kind: str, rest: dict, raw_prompt, suffix: str, alone: bool) -> "dict | BadRow":
@@ -679,7 +839,9 @@ def summary_prompt(info: dict) -> str:
     return "SUBREDDIT: r/{}\n\nTITLE: {}\n\nPOST: {}\n\nTL;DR:".format(*parts)
 
 
-CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]")  # not tab, line ends, or what joins letters and emoji
+CONTROL = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]"
+)  # not tab, line ends, or what joins letters and emoji
 ANSWERS = {"preference": ("chosen", "rejected"), "trajectories": ("response",), "prompts": ()}
 
 
@@ -705,7 +867,13 @@ def finish(out: dict, kind: str, rest: dict, raw_prompt, suffix: str) -> dict:
     prompt = merge_turns(out["prompt"])
     if (len(prompt) != len(out["prompt"]) or more_than_messages(raw_prompt)) and "prompt" not in raw:
         raw["prompt"] = raw_prompt if isinstance(raw_prompt, list) else out["prompt"]
-    if isinstance(raw_prompt, str) and "prompt" not in raw and prompt[-1:] and raw_prompt != prompt[-1]["content"] and is_dialogue(raw_prompt):
+    if (
+        isinstance(raw_prompt, str)
+        and "prompt" not in raw
+        and prompt[-1:]
+        and raw_prompt != prompt[-1]["content"]
+        and is_dialogue(raw_prompt)
+    ):
         canonical = raw_prompt == hh_text(out["prompt"]) + "\n\nAssistant:"
         raw |= {"prompt_format": "hh"} if canonical else {"prompt": raw_prompt}
     if not prompt or is_blank(prompt[-1]["content"]) or prompt[-1]["role"] == "system":
@@ -728,7 +896,10 @@ def finish(out: dict, kind: str, rest: dict, raw_prompt, suffix: str) -> dict:
     texts += [out[name] for name in ("reference", "ground_truth") if out.get(name)]
     for text in texts:
         if control := CONTROL.search(text):
-            raise BadRow("control_characters", f"U+{ord(control.group()):04X} near {text[max(0, control.start() - 20) : control.start()]!r}")
+            raise BadRow(
+                "control_characters",
+                f"U+{ord(control.group()):04X} near {text[max(0, control.start() - 20) : control.start()]!r}",
+            )
     if suffix:
         prompt[-1]["content"] += suffix
     if raw and "_raw" in rest:
@@ -739,7 +910,9 @@ def finish(out: dict, kind: str, rest: dict, raw_prompt, suffix: str) -> dict:
         for text in [*texts, out["metadata"] or ""]:
             text.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadRow("broken_text", "half of a character (a lone surrogate), or bytes that are not UTF-8, stand in the text") from None
+        raise BadRow(
+            "broken_text", "half of a character (a lone surrogate), or bytes that are not UTF-8, stand in the text"
+        ) from None
     return out
 
 
@@ -782,7 +955,15 @@ def group_rows(chunks: Iterator[Chunk], shape: Shape, columns: Columns, folder: 
             place, key, answer, score, rest = json.loads(line)
             groups.setdefault(key, []).append((place, answer, score, json.loads(rest)))
         rows = [
-            ("+".join(place for place, *_ in group), {"prompt": json.loads(key), "answers": [a for _, a, _, _ in group], "scores": [s for _, _, s, _ in group], "rows": [r for *_, r in group]})
+            (
+                "+".join(place for place, *_ in group),
+                {
+                    "prompt": json.loads(key),
+                    "answers": [a for _, a, _, _ in group],
+                    "scores": [s for _, _, s, _ in group],
+                    "rows": [r for *_, r in group],
+                },
+            )
             for key, group in groups.items()
         ]
         for start in range(0, len(rows), CHUNK_ROWS):
