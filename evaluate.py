@@ -17,17 +17,9 @@ from typing import Literal
 
 import torch
 
-from utils.config import (
-    ModelConfig,
-    UserError,
-    check_output_dir,
-    open_output_dir,
-    record_run,
-    run_stage,
-    write_json,
-    write_text,
-)
+from utils.config import ModelConfig, UserError
 from utils.data import decode_response, encode_prompts, load_prompts, show
+from utils.files import write_json, write_text
 from utils.launch import gather_lists, split_for_rank, start_accelerator
 from utils.models import (
     LOGITS_CHUNK,
@@ -49,6 +41,7 @@ from utils.rewards import (
     rule_scorer,
 )
 from utils.rollout import generate
+from utils.run import check_output_dir, open_output_dir, record_run, run_stage
 from utils.tensors import pad_rows
 from utils.tracking import peak_memory_gb, progress_bar, read_metrics
 

@@ -11,6 +11,7 @@ file a chunk, so a killed run over local files goes on where it was. Then the ke
 (duplicates, contradictions, the split), and the rows that are left are written.
 """
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -61,9 +62,11 @@ from dataprep.similarity import (
     word_rarity,
 )
 from dataprep.sources import Chunk, Hub, hub_label, is_local, is_saved, read_file, read_source, source_files
-from utils.config import UserError, check_output_dir, record_run, run_stage, to_dict, write_json, write_text
+from utils.config import UserError
 from utils.data import COLUMNS, encode_dialogues, encode_prompt, encode_response, encode_responses, folder_kind, show
+from utils.files import write_json, write_text
 from utils.rows import BadRow
+from utils.run import check_output_dir, record_run, run_stage
 from utils.tracking import progress_bar
 
 ROWS_PER_SHARD = 100_000
@@ -758,7 +761,9 @@ def workshop(
     ]
     files = files + sorted(map(str, output.glob("*.parquet")))
     settings = {
-        k: v for k, v in to_dict(cfg).items() if k not in ("workers", "overwrite", "coverage", "filter", "on_bad_row")
+        k: v
+        for k, v in dataclasses.asdict(cfg).items()
+        if k not in ("workers", "overwrite", "coverage", "filter", "on_bad_row")
     }
     stamp = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     about = json.dumps(
@@ -1220,7 +1225,9 @@ def all_sources(output: Path, cfg: DataConfig) -> DataConfig:
     """The configuration with the earlier output's sources too, for a folder that was refreshed."""
     file = output / "config.yaml"
     before = yaml.safe_load(file.read_text(encoding="utf-8"))["source"] if file.is_file() else []
-    before, now = (value if isinstance(value, list) else [value] for value in (before, to_dict(cfg)["source"]))
+    before, now = (
+        value if isinstance(value, list) else [value] for value in (before, dataclasses.asdict(cfg)["source"])
+    )
     return replace(cfg, source=[*before, *(source for source in now if source not in before)])
 
 
@@ -1239,7 +1246,9 @@ def chunks_of(
         place, shape = detect_source(some, cfg.columns, kind)
         check_kind(cfg, shape.kind)
         unused = [
-            key for key, value in to_dict(cfg.columns).items() if value is not None and key not in USES[shape.name]
+            key
+            for key, value in dataclasses.asdict(cfg.columns).items()
+            if value is not None and key not in USES[shape.name]
         ]
         unused += ["pairs"] if cfg.pairs and shape not in PAIRED else []
         if unused:

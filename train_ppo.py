@@ -7,73 +7,41 @@ Writes `final/` (a causal language model that transformers and vLLM open as it i
 
 One step, as numbered in `train`: 1 sample responses. 2 score them. 3 log-probabilities of policy and
 reference, and values. 4 token rewards: minus kl_coef x KL on each token, plus the score on the last.
-5 advantages. 6 clipped updates. 7 KL controller, metrics, checkpoint.
+5 advantages. 6 clipped updates. 7 KL controller, metrics, checkpoint. The file has the same order.
 """
 
 import dataclasses
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from utils import launch, models, tracking
 from utils.checkpoint import load_checkpoint, rewrite_state, save_checkpoint, step_name
 from utils.config import (
+    AtLeast0,
+    Count,
     LoraOptions,
     ModelConfig,
+    Positive,
     RunStopped,
+    Share,
     UserError,
-    check_output_dir,
-    check_same_config,
-    open_output_dir,
-    record_run,
-    run_stage,
-    write_text,
+    WholeNumber,
+    changed_keys,
+    check_ranges,
 )
 from utils.data import decode_response, encode_prompts, load_prompts, show
-from utils.guards import GuardConfig, Guards, RollBack, SkipRest
-from utils.launch import (
-    accumulating,
-    backward,
-    clip_grad_norm,
-    discard_gradients,
-    drop_gradients,
-    gather_lists,
-    is_zero3,
-    load_device,
-    prepare,
-    split_for_rank,
-    start_accelerator,
-    step_optimizer,
-    unwrap,
-    whole,
-)
-from utils.models import (
-    RoleModel,
-    adapter_base,
-    add_lora,
-    add_reward_adapter,
-    eos_ids,
-    load_causal_lm,
-    load_reward_model,
-    load_tokenizer,
-    max_positions,
-    merged_state_dict,
-    model_dtype,
-    new_reward_model,
-    read_stats,
-    replacing,
-    same_model,
-    save_adapter,
-    save_model,
-    save_tensors,
-    template_fingerprint,
-)
+from utils.files import replacing, write_text
+from utils.guards import GO_ON, GuardConfig, Guards, Verdict
+from utils.models import RoleModel
 from utils.report import curves_svg, page
 from utils.rewards import (
     RewardConfig,
@@ -84,34 +52,11 @@ from utils.rewards import (
     rule_scorer,
 )
 from utils.rollout import generate
-from utils.tensors import masked_mean, masked_whiten, pad_rows
-from utils.tracking import (
-    Metrics,
-    Timer,
-    log_samples,
-    peak_memory_gb,
-    progress_bar,
-    read_metrics,
-    remaining,
-    start_trackers,
-)
+from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
+from utils.tensors import longest_first, masked_mean, masked_variance, masked_whiten, pad_rows
+from utils.tracking import Metrics, Timer, peak_memory_gb, progress_bar, read_metrics
 
 KL_COEF_BOUNDS = (1e-4, 10.0)  # the controller never leaves these
-PLOTS = [  # panels of report.html
-    ("objective/score_mean",),
-    ("objective/reward_mean",),
-    ("objective/kl_per_token",),
-    ("objective/kl_coef",),
-    ("rollout/response_length_mean",),
-    ("objective/entropy",),
-    ("rollout/truncated_fraction", "rollout/distinct_2"),
-    ("eval/score_mean",),
-    ("policy/loss", "policy/kl_loss"),
-    ("critic/loss",),
-    ("policy/approx_kl", "policy/clip_fraction"),
-    ("critic/explained_variance",),
-    ("policy/grad_norm", "critic/grad_norm"),
-]
 NO_SCORES = {"count": 0, "mean": 0.0, "m2": 0.0}  # moments of the run's scores before the first
 
 
@@ -124,11 +69,11 @@ class CriticConfig:
     halves the update's cost. separate: a model of its own"""
     path: str | None = None
     """adapter, separate: reward model to start from; null = the policy's weights and values of 0"""
-    lr: float | None = None
+    lr: Positive | None = None
     """learning rate of the critic; null = that of the policy"""
     loss_coef: float | None = None
     """shared only: weight of the value loss beside the policy loss; null = 0.1"""
-    warmup_steps: int = 0
+    warmup_steps: WholeNumber = 0
     """first steps in which only the critic learns"""
 
 
@@ -136,11 +81,11 @@ class CriticConfig:
 class RolloutConfig:
     """Sampling of responses."""
 
-    n: int = 1
+    n: Count = 1
     """responses a prompt"""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """of sampling, and of every log-probability, policy and reference alike"""
-    micro_batch_size_per_gpu: int = 64
+    micro_batch_size_per_gpu: Count = 64
     """responses generated at a time on one rank"""
 
 
@@ -150,7 +95,7 @@ class ScoreConfig:
 
     normalize: bool = False
     """shift and scale by the mean and deviation of all scores of the run so far"""
-    clip: float | None = None
+    clip: Positive | None = None
     """keep within +- this"""
     missing_eos_penalty: float = 0.0
     """taken off where the response was cut off"""
@@ -167,7 +112,7 @@ class KLControl:
     same, driven by an exponential average of the measured KL"""
     target_kl: float | None = None
     """KL to the reference to hold, in nats a token"""
-    horizon: int | None = None
+    horizon: Count | None = None
     """responses in which the coefficient can change by a factor of about 1.2; null = 10 steps' worth"""
     decay: float | None = None
     """moving_average: share of the old average that each step keeps; null = 0.5"""
@@ -178,30 +123,33 @@ class AlgorithmConfig:
     """PPO (Schulman et al. 2017)."""
 
     adv_estimator: Literal["gae", "rloo", "grpo"] = "gae"
-    """gae: with a critic (Schulman et al. 2016). rloo: reward minus the mean of the prompt's other responses (Ahmadian et
-    al. 2024). grpo: reward whitened among the prompt's responses (Shao et al. 2024). The last two need rollout.n > 1"""
-    gamma: float = 1.0
+    """gae: with a critic (Schulman et al. 2016). rloo: reward minus the mean of the prompt's other responses
+    (Ahmadian et al. 2024). grpo: reward whitened among the prompt's responses (Shao et al. 2024). The last two need
+    rollout.n > 1"""
+    gamma: Share = 1.0
     """gae: discount a token"""
-    lam: float = 0.95
+    lam: Share = 0.95
     """gae: its lambda"""
     whiten_rewards: bool = False
     """gae: divide token rewards by their deviation over the step"""
     whiten_advantages: bool | None = None
     """shift and scale to mean 0 and deviation 1 over the step's tokens; null = with gae only"""
-    clip_ratio: float = 0.2
+    clip_ratio: Share = 0.2
     """the policy ratio is clipped to 1 +- this"""
     clip_ratio_c: float | None = None
-    """dual clip: the loss of a token with a negative advantage is at most this times minus the advantage (Ye et al. 2020); 3 is common"""
-    value_clip: float = 0.2
+    """dual clip: the loss of a token with a negative advantage is at most this times minus the advantage (Ye et al.
+    2020); 3 is common"""
+    value_clip: AtLeast0 = 0.2
     """gae: values move at most this far from the old ones in one step"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, nats a token"""
-    kl_coef: float = 0.05
+    kl_coef: AtLeast0 = 0.05
     """reward units (or loss units) a nat of KL to the reference, on each token"""
     kl_in: Literal["reward", "loss"] = "reward"
     """where KL to the reference is paid"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """of log r = log ref - log policy (Schulman 2020): k1 -log r, k2 (log r)^2 / 2, k3 r - 1 - log r; null = k1 in the reward, k3 in the loss"""
+    """of log r = log ref - log policy (Schulman 2020): k1 -log r, k2 (log r)^2 / 2, k3 r - 1 - log r; null = k1 in
+    the reward, k3 in the loss"""
     kl_ctrl: KLControl = field(default_factory=KLControl)
 
 
@@ -219,46 +167,135 @@ class PPOConfig:
     score: ScoreConfig = field(default_factory=ScoreConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)
-    max_prompt_length: int = 512
+    max_prompt_length: Count = 512
     """tokens; a longer prompt in the data is an error"""
-    max_response_length: int = 256
+    max_response_length: Count = 256
     """tokens to sample at most"""
-    train_batch_size: int = 64
+    train_batch_size: Count = 64
     """responses a step, all ranks together"""
-    ppo_mini_batch_size: int = 32
+    ppo_mini_batch_size: Count = 32
     """responses an optimizer step, all ranks together"""
-    ppo_micro_batch_size_per_gpu: int = 8
+    ppo_micro_batch_size_per_gpu: Count = 8
     """responses a forward and backward pass on one rank; changes memory and speed, never the result"""
-    log_prob_micro_batch_size_per_gpu: int = 16
+    log_prob_micro_batch_size_per_gpu: Count = 16
     """responses a forward pass without gradients on one rank"""
-    ppo_epochs: int = 2
+    ppo_epochs: Count = 2
     """passes over each step's responses"""
-    total_steps: int | None = None
+    total_steps: Count | None = None
     """steps to run; give this or total_epochs"""
-    total_epochs: float | None = None
+    total_epochs: Positive | None = None
     """passes over the prompts; give this or total_steps"""
-    lr: float | None = None
+    lr: Positive | None = None
     """learning rate of the policy (AdamW, constant); null = 1e-4 with lora, 1e-5 without"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: AtLeast0 = 1.0
     """gradients of policy and of critic are each scaled down to this norm"""
-    save_every: int = 0
+    save_every: WholeNumber = 0
     """steps between checkpoints; 0 = none"""
-    keep_last: int = 2
+    keep_last: Count = 2
     """checkpoints to keep"""
-    eval_every: int = 0
+    eval_every: WholeNumber = 0
     """steps between greedy answers to held-out prompts, scored and written to samples.jsonl; 0 = none"""
-    eval_prompts: int = 16
+    eval_prompts: Count = 16
     """held-out prompts for eval_every"""
-    log_every: int = 1
+    log_every: Count = 1
     """steps between lines on the terminal"""
     resume: Literal["auto", "partial"] | None = None
-    """auto: go on from the newest checkpoint of output_dir, or start. partial: the same, where the checkpoint lacks something"""
+    """auto: go on from the newest checkpoint of output_dir, or start. partial: the same, where the checkpoint lacks
+    something"""
     overwrite: bool = False
     """replace the output of an earlier run"""
     report_to: Literal["tensorboard", "wandb", "trackio", "none"] = "tensorboard"
     """tracker, beside metrics.jsonl; wandb and trackio must be installed"""
-    seed: int = 0
+    seed: WholeNumber = 0
     """of adapters, prompt order, sampling and mini-batches"""
+
+
+def check_config(cfg: PPOConfig) -> None:
+    """Everything that can be refused before a model is loaded."""
+    check_ranges(cfg)
+    check_reward_config(cfg.reward_model)
+    check_kl_control(cfg.algorithm.kl_ctrl)
+    check_critic(cfg)
+    algorithm, estimator = cfg.algorithm, cfg.algorithm.adv_estimator
+    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        raise UserError(
+            "algorithm.kl_estimator k1 has a gradient of 0 on average as a loss; use k2 or k3 with kl_in loss"
+        )
+    if algorithm.clip_ratio_c is not None and algorithm.clip_ratio_c <= 1 + algorithm.clip_ratio:
+        raise UserError("algorithm.clip_ratio_c must be above 1 + clip_ratio")
+    if estimator != "gae" and cfg.rollout.n < 2:
+        raise UserError(
+            f"algorithm.adv_estimator {estimator} compares the responses to a prompt: set rollout.n to 2 or more"
+        )
+    for name, switch in (("eval_prompts", "eval_every"), ("keep_last", "save_every")):
+        if not getattr(cfg, switch) and name in changed_keys(cfg):
+            raise UserError(f"{name} has no effect without {switch}")
+    if cfg.guards.enabled and (cfg.save_every < 1 or cfg.keep_last < 2):
+        raise UserError("guards.enabled needs checkpoints to go back to: set save_every, and keep_last to 2 or more")
+    if not cfg.guards.enabled and changed_keys(cfg.guards):
+        raise UserError("guards.* has no effect without guards.enabled true")
+    if (cfg.total_steps is None) == (cfg.total_epochs is None):
+        raise UserError("give total_steps or total_epochs, and not both")
+
+
+def check_kl_control(control: KLControl) -> None:
+    if control.method == "fixed" and changed_keys(control):
+        raise UserError(
+            "algorithm.kl_ctrl.target_kl, horizon and decay have no effect with method fixed; "
+            "set method adaptive or moving_average"
+        )
+    if control.method != "fixed" and (control.target_kl is None or not control.target_kl > 0):
+        raise UserError(f"algorithm.kl_ctrl.method {control.method} needs target_kl above 0, in nats a token")
+    if control.decay is not None and (control.method != "moving_average" or not 0 <= control.decay < 1):
+        raise UserError("algorithm.kl_ctrl.decay is for method moving_average, and at least 0 and below 1")
+
+
+def check_critic(cfg: PPOConfig) -> None:
+    """The critic's options fit its kind, and an estimator without a critic has none."""
+    kind, estimator = cfg.critic.kind, cfg.algorithm.adv_estimator
+    if estimator != "gae":
+        gae_only = {"gamma", "lam", "whiten_rewards", "value_clip"}
+        idle = [f"algorithm.{name}" for name in changed_keys(cfg.algorithm) if name in gae_only]
+        idle += [f"critic.{name}" for name in changed_keys(cfg.critic) if name != "kind"]  # recipes set the kind
+        if idle:
+            raise UserError(
+                f"{', '.join(idle)} has no effect with algorithm.adv_estimator {estimator}, which has no critic; "
+                "leave it at its default"
+            )
+    elif kind == "adapter" and cfg.lora is None:
+        raise UserError("critic.kind adapter needs lora; with lora null set critic.kind shared or separate")
+    if kind != "shared" and cfg.critic.loss_coef is not None:
+        raise UserError(
+            f"critic.loss_coef has no effect with critic.kind {kind}, which learns apart from the policy; remove it"
+        )
+    if kind == "shared" and cfg.critic.path is not None:
+        raise UserError(
+            "critic.path has no effect with critic.kind shared, whose trunk is the policy's; "
+            "use kind adapter or separate"
+        )
+
+
+def count_steps(cfg: PPOConfig, n_rows: int, world: int) -> int:
+    """Check the batch sizes against each other and return the number of steps."""
+    batch, mini, micro = cfg.train_batch_size, cfg.ppo_mini_batch_size, cfg.ppo_micro_batch_size_per_gpu
+    n, problems = cfg.rollout.n, []
+    if batch % n:
+        problems.append(f"train_batch_size {batch} is not a multiple of rollout.n {n}")
+    if batch % mini:
+        problems.append(f"train_batch_size {batch} is not a multiple of ppo_mini_batch_size {mini}")
+    if mini % (micro * world):
+        problems.append(
+            f"ppo_mini_batch_size {mini} is not a multiple of ppo_micro_batch_size_per_gpu {micro} x {world} rank(s) "
+            f"= {micro * world}"
+        )
+    if problems:
+        raise UserError(
+            f"{'; '.join(problems)} (train_batch_size = mini-batches x ppo_mini_batch_size; "
+            "ppo_mini_batch_size = micro-batches x ppo_micro_batch_size_per_gpu x ranks)"
+        )
+    if cfg.total_steps is not None:
+        return cfg.total_steps
+    return math.ceil(n_rows * cfg.total_epochs / (batch // n))
 
 
 # ------------------------------------------------------------------------------------------------------- math
@@ -302,7 +339,7 @@ def rloo_advantages(rewards: Tensor, n: int) -> Tensor:
 
 
 def grpo_advantages(rewards: Tensor, n: int) -> Tensor:
-    """Rewards shifted and scaled to mean 0 and deviation 1 (population) in each group of n: (B,) -> (B,); equal ones give 0."""
+    """Rewards with mean 0 and deviation 1 (population) in each group of n: (B,) -> (B,); equal ones give 0."""
     groups = rewards.view(-1, n)
     centred = groups - groups.mean(1, keepdim=True)
     return (centred * torch.rsqrt((centred**2).mean(1, keepdim=True) + 1e-8)).view(-1)
@@ -337,7 +374,8 @@ def ppo_policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate loss (Schulman et al. 2017, eq. 7), mean over the mask. All (B, T).
 
-    clip_ratio_c bounds the loss of tokens with negative advantages at -clip_ratio_c x advantage (Ye et al. 2020, eq. 5).
+    clip_ratio_c bounds the loss of tokens with negative advantages at -clip_ratio_c x advantage (Ye et al. 2020,
+    eq. 5).
     """
     logprobs, old_logprobs, advantages = (torch.where(mask, x, 0) for x in (logprobs, old_logprobs, advantages))
     log_ratio = logprobs - old_logprobs
@@ -387,7 +425,7 @@ def next_kl_coef(kl_coef: float, kl: float, target_kl: float, horizon: int, n: i
 def shape_scores(
     scores: Tensor, lengths: Tensor, ended: Tensor, cfg: ScoreConfig, moments: dict[str, float]
 ) -> Tensor:
-    """Scores (B,) as rewards. moments {count, mean, m2} of the earlier scores are brought up to date in place (Chan et al. 1979)."""
+    """Scores (B,) as rewards. moments {count, mean, m2} of the earlier scores are updated in place (Chan et al. 1979)."""
     count, batch = moments["count"], len(scores)
     mean = scores.double().mean().item()
     m2 = ((scores.double() - mean) ** 2).sum().item()
@@ -402,7 +440,7 @@ def shape_scores(
     return scores - cfg.missing_eos_penalty * (~ended) - cfg.length_penalty * lengths
 
 
-# ------------------------------------------------------------------------------------------- model and rewards
+# ------------------------------------------------------------------------------------------------------ roles
 
 
 def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | None = None) -> RoleModel:
@@ -410,117 +448,97 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
 
     `device` computes; the weights are built on `load_on` (null = there too).
     """
-    dtype = model_dtype(cfg.model.dtype, device)
+    dtype = models.model_dtype(cfg.model.dtype, device)
     device = load_on or device
-    if cfg.lora is not None:
-        backbone = add_lora(load_causal_lm(cfg.model, device, dtype), cfg.lora, "policy", cfg.seed)
-        models, roles = {"backbone": backbone}, {"policy": ("backbone", "policy"), "reference": ("backbone", None)}
-    else:
-        models = {
-            "policy": load_causal_lm(cfg.model, device, torch.float32).requires_grad_(True),
-            "reference": load_causal_lm(cfg.model, device, torch.float32),  # as the policy, so that KL starts at 0
-        }
-        roles = {"policy": ("policy", None), "reference": ("reference", None)}
-
-    start_head = None  # of the reward model that the critic starts from
-    if cfg.algorithm.adv_estimator == "gae" and cfg.critic.kind == "shared":
-        roles["critic"] = roles["policy"]
-    elif cfg.algorithm.adv_estimator == "gae" and cfg.critic.kind == "adapter":
-        if cfg.critic.path is None:
-            add_lora(backbone, cfg.lora, "critic", cfg.seed + 1)
-        elif adapter_base(cfg.critic.path) is None or not same_model(adapter_base(cfg.critic.path), cfg.model.path):
-            raise UserError(
-                f"critic.path {cfg.critic.path} is not a LoRA of {cfg.model.path}; critic.kind separate takes any reward model"
-            )
-        else:
-            start_head = add_reward_adapter(backbone, cfg.critic.path, "critic")
-        roles["critic"] = ("backbone", "critic")
-    elif cfg.algorithm.adv_estimator == "gae":
-        source = dataclasses.replace(cfg.model, path=cfg.critic.path or cfg.model.path)
-        if (
-            cfg.critic.path
-            and load_tokenizer(cfg.critic.path).get_vocab() != load_tokenizer(cfg.model.path).get_vocab()
-        ):
-            raise UserError(
-                f"critic.path {cfg.critic.path} has another vocabulary than the policy, so it cannot read the policy's tokens"
-            )
-        trunk_dtype = dtype if cfg.lora else torch.float32
-        if cfg.critic.path:
-            critic = load_reward_model(source, device, trunk_dtype)
-            start_head = critic.score
-        else:
-            critic = new_reward_model(source, device, cfg.seed, trunk_dtype)
-        critic.score = torch.nn.Identity()  # the value head of RoleModel takes its place
-        models["critic"] = (
-            add_lora(critic, cfg.lora, "critic", cfg.seed + 1, task=None) if cfg.lora else critic.requires_grad_(True)
+    if cfg.lora is None:
+        policy = models.load_causal_lm(cfg.model, device, torch.float32).requires_grad_(True)
+        reference = models.load_causal_lm(cfg.model, device, torch.float32)  # as the policy, so that KL starts at 0
+        loaded, roles = (
+            {"policy": policy, "reference": reference},
+            {name: (name, None) for name in ("policy", "reference")},
         )
-        roles["critic"] = ("critic", "critic" if cfg.lora else None)
-
-    score_head = None
-    if cfg.reward_model.style == "model":
-        base = adapter_base(cfg.reward_model.path)
-        if base and cfg.lora is not None and same_model(base, cfg.model.path):
-            score_head = add_reward_adapter(backbone, cfg.reward_model.path, "reward")
-            roles["reward"] = ("backbone", "reward")
-        else:
-            reward = ModelConfig(cfg.reward_model.path, cfg.model.dtype, cfg.model.attn_implementation)
-            models["reward"] = load_reward_model(reward, device)
-            roles["reward"] = ("reward", None)
+    else:
+        backbone = models.add_lora(models.load_causal_lm(cfg.model, device, dtype), cfg.lora, "policy", cfg.seed)
+        loaded, roles = {"backbone": backbone}, {"policy": ("backbone", "policy"), "reference": ("backbone", None)}
+    value_head = add_critic(cfg, loaded, roles, device, dtype) if cfg.algorithm.adv_estimator == "gae" else None
+    score_head = add_reward(cfg, loaded, roles, device) if cfg.reward_model.style == "model" else None
     if cfg.lora is not None:
-        for model in models.values():
+        for model in loaded.values():
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(".policy." in name or ".critic." in name)
-    model = RoleModel(models, roles, dtype)
+    model = RoleModel(loaded, roles, dtype)
     model.score_head = score_head
-    if start_head is not None:  # values in the unit of the normalised scores
+    if value_head is not None:  # of a reward model: values in the unit of the normalised scores
         mean, std = score_scale(cfg.critic.path)
-        model.value_head.weight.data.copy_(start_head.weight / std)
-        model.value_head.bias.data.fill_(((0.0 if start_head.bias is None else start_head.bias.item()) - mean) / std)
+        model.value_head.weight.data.copy_(value_head.weight / std)
+        bias = 0.0 if value_head.bias is None else value_head.bias.item()
+        model.value_head.bias.data.fill_((bias - mean) / std)
     if cfg.model.gradient_checkpointing:
         model.enable_checkpointing()
     return model.to(device)
 
 
+def add_critic(cfg: PPOConfig, loaded: dict, roles: dict, device: torch.device, dtype: torch.dtype):
+    """Enter the critic in `loaded` and `roles`; returns the score head of the reward model it starts from, if any."""
+    path, head = cfg.critic.path, None
+    if cfg.critic.kind == "shared":
+        roles["critic"] = roles["policy"]
+    elif cfg.critic.kind == "adapter":
+        roles["critic"] = ("backbone", "critic")
+        if path is None:
+            models.add_lora(loaded["backbone"], cfg.lora, "critic", cfg.seed + 1)
+        elif models.adapter_base(path) is None or not models.same_model(models.adapter_base(path), cfg.model.path):
+            raise UserError(
+                f"critic.path {path} is not a LoRA of {cfg.model.path}; critic.kind separate takes any reward model"
+            )
+        else:
+            head = models.add_reward_adapter(loaded["backbone"], path, "critic")
+    else:
+        dtype = dtype if cfg.lora else torch.float32
+        source = dataclasses.replace(cfg.model, path=path or cfg.model.path)
+        if path is None:
+            critic = models.new_reward_model(source, device, cfg.seed, dtype)
+        elif models.load_tokenizer(path).get_vocab() == models.load_tokenizer(cfg.model.path).get_vocab():
+            critic = models.load_reward_model(source, device, dtype)
+            head = critic.score
+        else:
+            raise UserError(
+                f"critic.path {path} has another vocabulary than the policy, so it cannot read the policy's tokens"
+            )
+        critic.score = nn.Identity()  # the value head of RoleModel takes its place
+        if cfg.lora is None:
+            loaded["critic"], roles["critic"] = critic.requires_grad_(True), ("critic", None)
+        else:
+            critic = models.add_lora(critic, cfg.lora, "critic", cfg.seed + 1, task=None)
+            loaded["critic"], roles["critic"] = critic, ("critic", "critic")
+    return head
+
+
+def add_reward(cfg: PPOConfig, loaded: dict, roles: dict, device: torch.device):
+    """Enter the reward model in `loaded` and `roles`; returns its score head where it is on the backbone."""
+    path = cfg.reward_model.path
+    base = models.adapter_base(path)
+    if base and cfg.lora is not None and models.same_model(base, cfg.model.path):
+        roles["reward"] = ("backbone", "reward")
+        return models.add_reward_adapter(loaded["backbone"], path, "reward")
+    source = ModelConfig(path, cfg.model.dtype, cfg.model.attn_implementation)
+    loaded["reward"] = models.load_reward_model(source, device)
+    roles["reward"] = ("reward", None)
+    return None
+
+
 def score_scale(path: str) -> tuple[float, float]:
     """Mean and deviation of a reward model's scores on its held-out data; (0, 1) if nobody measured them."""
-    stats = read_stats(path)
+    stats = models.read_stats(path)
     return (stats["score_mean"], max(stats["score_std"], 1e-6)) if stats else (0.0, 1.0)
 
 
-def build_scorer(cfg: PPOConfig, model: RoleModel, tokenizer, device: torch.device):
-    """The reward as f(prompts, responses, columns) -> scores; a reward model's are shifted and scaled to its stats."""
-    if cfg.reward_model.style == "rule":
-        return rule_scorer(cfg.reward_model.rule)
-    if cfg.reward_model.style == "function":
-        return function_scorer(cfg.reward_model.function)
-    on_backbone = model.roles["reward"][0] == "backbone"
-    own = tokenizer if on_backbone else load_tokenizer(cfg.reward_model.path)
-    stats = read_stats(cfg.reward_model.path)
-    if stats and stats["template_fingerprint"] != template_fingerprint(own):
-        raise UserError(
-            f"{cfg.reward_model.path} was trained with another chat template or tokenizer than "
-            f"{'the policy has' if on_backbone else 'its folder holds'}, so its scores would mean nothing; train it again"
-        )
-    mean, std = score_scale(cfg.reward_model.path)
-
-    def forward(ids: Tensor, mask: Tensor) -> Tensor:
-        batch = {"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}
-        return model(batch, ("reward",))["scores"]
-
-    def scorer(prompts, responses, columns):
-        positions = max_positions(model.lm("reward"))
-        raw = model_scores(forward, own, prompts, responses, cfg.log_prob_micro_batch_size_per_gpu, device, positions)
-        return [(score - mean) / std for score in raw]
-
-    return scorer
-
-
-# ----------------------------------------------------------------------------------------------- rollout data
+# --------------------------------------------------------------------------------------------------- one run
 
 
 @dataclass
 class Rollout:
-    """One sampled response; per-token lists have one entry a response token."""
+    """One response to a prompt; per-token lists have one entry a response token."""
 
     row: int
     prompt_ids: list[int]
@@ -532,6 +550,149 @@ class Rollout:
     ref_logprobs: list[float] | None = None
     entropy: list[float] | None = None
     values: list[float] | None = None
+
+
+@dataclass
+class Run:
+    """What the steps of a run share; `start` makes one."""
+
+    cfg: PPOConfig
+    accelerator: object
+    roles: RoleModel
+    """for forwards without gradients"""
+    model: nn.Module
+    """`roles` as Accelerate wrapped it, for forwards with gradients"""
+    optimizer: object
+    guards: Guards
+    state: dict
+    """see `new_state`"""
+    pad_id: int
+    stop_ids: list[int] = field(default_factory=list)
+    """tokens that end a response"""
+    tokenizer: object = None
+    scorer: object = None
+    rows: list[dict] = field(default_factory=list)
+    """train prompts, as stage 1 wrote them"""
+    prompts: list[list[int]] = field(default_factory=list)
+    """their ids"""
+    held_out: list[dict] = field(default_factory=list)
+    """test prompts of eval_every"""
+    metrics: Metrics | None = None
+    total_steps: int = 0
+    base_lr: dict[str, float] = field(default_factory=dict)
+    """learning rates of policy and critic before roll-backs, in the order of the optimizer's groups"""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.cfg.output_dir)
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def step(self) -> int:
+        """The step that is being made, from 1."""
+        return self.state["step"] + 1
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether only the critic learns."""
+        return self.step <= self.cfg.critic.warmup_steps
+
+
+def new_state(cfg: PPOConfig) -> dict:
+    """All that a run remembers between steps besides weights and optimizer; checkpoints keep it."""
+    return {
+        "step": 0,  # steps done
+        "draw": 0,  # batches of prompts drawn: more than steps after a roll-back
+        "kl_coef": cfg.algorithm.kl_coef,
+        "kl_average": None,  # of kl_ctrl.method moving_average
+        "scores": dict(NO_SCORES),
+        "lr_scale": 1.0,
+        # of the guards
+        "rollbacks": 0,
+        "skips": 0,
+        "warned": [],
+        "kl_history": [],
+    }
+
+
+def start(cfg: PPOConfig) -> Run:
+    """Check everything, load models and data, open output_dir, and restore the newest checkpoint when resuming."""
+    check_config(cfg)
+    folder = Path(cfg.output_dir)
+    check_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume, can_resume=True)
+    if cfg.resume:
+        check_same_config(folder, cfg)
+    accelerator = launch.start_accelerator(folder, cfg.report_to, cfg.seed)
+    tokenizer = models.load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
+    rows = load_prompts(cfg.data, "train")
+    total_steps = count_steps(cfg, len(rows), accelerator.num_processes)
+    if cfg.reward_model.style == "rule":
+        check_ground_truth(rows)
+    with accelerator.main_process_first():
+        roles = build_roles(cfg, accelerator.device, launch.load_device(accelerator))
+    policy, limits = roles.lm("policy"), (cfg.max_prompt_length, cfg.max_response_length)
+    prompts = encode_prompts(tokenizer, rows, *limits, models.max_positions(policy))
+    scorer = build_scorer(cfg, roles, tokenizer, accelerator.device)
+    held_out = load_prompts(cfg.data, "test")[: cfg.eval_prompts] if cfg.eval_every else []
+    encode_prompts(tokenizer, held_out, *limits, models.max_positions(policy))
+    if accelerator.is_main_process:
+        open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
+        record_run(folder, cfg)
+    accelerator.wait_for_everyone()
+
+    lr = (1e-5 if cfg.lora is None else 1e-4) if cfg.lr is None else cfg.lr
+    groups, base_lr = roles.groups(), {"policy": lr, "critic": lr if cfg.critic.lr is None else cfg.critic.lr}
+    base_lr = {name: base_lr[name] for name in groups}
+    optimizer = torch.optim.AdamW(
+        [{"params": parameters, "lr": base_lr[name]} for name, parameters in groups.items()], weight_decay=0.0
+    )
+    trained = sum(p.numel() for p in roles.trainable().values())
+    model, optimizer = launch.prepare(accelerator, roles, optimizer, cfg.ppo_micro_batch_size_per_gpu)
+    tracking.start_trackers(accelerator, cfg)
+    state = new_state(cfg)
+    run = Run(
+        cfg, accelerator, roles, model, optimizer, Guards(cfg.guards, folder, state, accelerator.is_main_process), state,
+        tokenizer.pad_token_id, models.eos_ids(tokenizer, policy), tokenizer, scorer, rows, prompts, held_out,
+        total_steps=total_steps, base_lr=base_lr,
+    )  # fmt: skip
+    partial = cfg.resume == "partial"
+    restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), partial) if cfg.resume else None
+    state |= restored or {}
+    run.metrics = Metrics(folder, accelerator, state["step"])
+    if cfg.guards.enabled and restored is None:  # there must always be something to go back to
+        save_checkpoint(folder, accelerator, model, optimizer, state, cfg.keep_last)
+    if accelerator.is_main_process:
+        describe(run, trained)
+    return run
+
+
+def describe(run: Run, trained: int) -> None:
+    cfg, world = run.cfg, run.accelerator.num_processes
+    batch, mini, micro, n = (
+        cfg.train_batch_size, cfg.ppo_mini_batch_size, cfg.ppo_micro_batch_size_per_gpu, cfg.rollout.n
+    )  # fmt: skip
+    print(
+        f"{len(run.rows)} prompts; {run.total_steps} steps of {batch // n} prompts x {n} = {batch} responses; "
+        f"{cfg.ppo_epochs} epoch(s) x {batch // mini} mini-batch(es) of {mini} = {mini // (micro * world)} "
+        f"micro-batch(es) of {micro} x {world} rank(s)"
+    )
+    if models.adapter_base(cfg.model.path):
+        print(f"policy and reference start from the adapter {cfg.model.path}, merged into its base")
+    places = [
+        f"{role} = {name}" + (f"[{adapter}]" if adapter else "") for role, (name, adapter) in run.roles.roles.items()
+    ]
+    dtype = str(run.roles.dtype).removeprefix("torch.")
+    print(f"roles: {', '.join(places)}; {trained:,} trained weights; {dtype} on {run.device}", flush=True)
+
+
+# -------------------------------------------------------------------------------------------------- 1 sample
 
 
 def prompt_order(n_rows: int, position: int, count: int, seed: int) -> list[int]:
@@ -549,6 +710,84 @@ def seed_sampling(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(((seed * 1_000_003 + step) * 4_099 + rank) % 2**63)
 
 
+def sample(run: Run) -> list[Rollout]:
+    """This rank's share of the step's responses, n to each prompt."""
+    cfg, draw, rank = run.cfg, run.state["draw"], run.accelerator.process_index
+    n_prompts = cfg.train_batch_size // cfg.rollout.n
+    chosen = prompt_order(len(run.rows), (draw - 1) * n_prompts, n_prompts, cfg.seed)
+    rows = [row for row in chosen for _ in range(cfg.rollout.n)]
+    mine = launch.split_for_rank(rows, rank, run.accelerator.num_processes)
+    seed_sampling(cfg.seed, draw, rank)
+    return respond(run, mine, [run.prompts[i] for i in mine], cfg.rollout.temperature)
+
+
+def respond(run: Run, rows: list[int], prompts: list[list[int]], temperature: float) -> list[Rollout]:
+    """The policy's responses; temperature 0 is greedy. rows: numbers that the rollouts keep."""
+    length, batch_size, synced = (
+        run.cfg.max_response_length,
+        run.cfg.rollout.micro_batch_size_per_gpu,
+        launch.is_zero3(run.accelerator),
+    )
+    with run.roles.use("policy") as lm:
+        responses = generate(lm, prompts, length, temperature, run.stop_ids, run.pad_id, batch_size, synced=synced)
+    return [
+        Rollout(row, prompt, ids, decode_response(run.tokenizer, ids), ended=ids[-1] in run.stop_ids)
+        for row, prompt, ids in zip(rows, prompts, responses)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- 2 score
+
+
+def build_scorer(cfg: PPOConfig, model: RoleModel, tokenizer, device: torch.device):
+    """The reward as f(prompts, responses, columns) -> scores; a reward model's are shifted and scaled to its stats."""
+    if cfg.reward_model.style == "rule":
+        return rule_scorer(cfg.reward_model.rule)
+    if cfg.reward_model.style == "function":
+        return function_scorer(cfg.reward_model.function)
+    on_backbone = model.roles["reward"][0] == "backbone"
+    own = tokenizer if on_backbone else models.load_tokenizer(cfg.reward_model.path)
+    stats = models.read_stats(cfg.reward_model.path)
+    if stats and stats["template_fingerprint"] != models.template_fingerprint(own):
+        raise UserError(
+            f"{cfg.reward_model.path} was trained with another chat template or tokenizer than "
+            f"{'the policy has' if on_backbone else 'its folder holds'}, so its scores would mean nothing; train it again"
+        )
+    mean, std = score_scale(cfg.reward_model.path)
+
+    def forward(ids: Tensor, mask: Tensor) -> Tensor:
+        batch = {"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}
+        return model(batch, ("reward",))["scores"]
+
+    def scorer(prompts, responses, columns):
+        positions = models.max_positions(model.lm("reward"))
+        raw = model_scores(forward, own, prompts, responses, cfg.log_prob_micro_batch_size_per_gpu, device, positions)
+        return [(score - mean) / std for score in raw]
+
+    return scorer
+
+
+def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:
+    """Fill in the scores. rows: of which each rollout names one."""
+    mine = [rows[r.row] for r in rollouts]
+    columns = {name: [row.get(name) for row in mine] for name in ("id", "ground_truth", "reference", "metadata")}
+    scores = scorer([row["prompt"] for row in mine], [r.text for r in rollouts], columns)
+    for rollout, value in zip(rollouts, scores):
+        rollout.score = value
+
+
+def print_rollout(rollout: Rollout, tokenizer) -> None:
+    """One rollout as the update sees it; ‹...› marks the tokens in the loss."""
+    marked = "; the part in ‹...› is in the loss" if show("‹") == "‹" else ""
+    print(f"--- one rollout, decoded{marked}")
+    print(show(f"{tokenizer.decode(rollout.prompt_ids)}‹{tokenizer.decode(rollout.response_ids)}›"))
+    end = "ended" if rollout.ended else "cut off"
+    print(f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {end}", flush=True)
+
+
+# -------------------------------------------------------------------------------------- 3 log-probabilities
+
+
 def make_batch(rollouts: list[Rollout], pad_id: int, device) -> dict[str, Tensor]:
     """Rollouts -> right-padded `input_ids`, `attention_mask` and `response_mask`, (B, S)."""
     ids, mask = pad_rows([r.prompt_ids + r.response_ids for r in rollouts], pad_id, torch.long)
@@ -557,24 +796,24 @@ def make_batch(rollouts: list[Rollout], pad_id: int, device) -> dict[str, Tensor
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "response_mask": response_mask.to(device)}
 
 
-def by_length(rollouts: list[Rollout]) -> list[int]:
-    """Indices, longest first: micro-batches of like lengths hold little padding."""
-    return sorted(range(len(rollouts)), key=lambda i: -len(rollouts[i].prompt_ids) - len(rollouts[i].response_ids))
-
-
 @torch.no_grad()
 def add_logprobs_and_values(rollouts: list[Rollout], model: RoleModel, cfg: PPOConfig, pad_id: int, device) -> None:
     """Fill in per-token log-probabilities, entropy and values by the forward that the update uses too."""
-    order, micro = by_length(rollouts), cfg.log_prob_micro_batch_size_per_gpu
     roles = tuple(role for role in ("policy", "critic", "reference") if role in model.roles)
-    for start in range(0, len(order), micro):
-        part = [rollouts[i] for i in order[start : start + micro]]
-        batch = make_batch(part, pad_id, device)
-        out = model(batch, roles, cfg.rollout.temperature, entropy=True)
+    for rows in longest_first([tokens_of(r) for r in rollouts], cfg.log_prob_micro_batch_size_per_gpu):
+        part = [rollouts[i] for i in rows]
+        out = model(make_batch(part, pad_id, device), roles, cfg.rollout.temperature, entropy=True)
         lengths = [len(r.response_ids) for r in part]
         for name, values in out.items():
             for rollout, tokens in zip(part, values.cpu().split(lengths)):
                 setattr(rollout, name, tokens.tolist())
+
+
+def tokens_of(rollout: Rollout) -> int:
+    return len(rollout.prompt_ids) + len(rollout.response_ids)
+
+
+# ---------------------------------------------------------------------- 4 and 5 token rewards and advantages
 
 
 def experience(
@@ -587,7 +826,6 @@ def experience(
     algorithm = cfg.algorithm
     logprobs, mask = pad_rows([r.logprobs for r in rollouts], 0, torch.float32)
     ref_logprobs, _ = pad_rows([r.ref_logprobs for r in rollouts], 0, torch.float32)
-    entropy, _ = pad_rows([r.entropy for r in rollouts], 0, torch.float32)
     scores = torch.tensor([r.score for r in rollouts])
     lengths, ended = mask.sum(1).float(), torch.tensor([r.ended for r in rollouts])
     shaped = shape_scores(scores, lengths, ended, cfg.score, dict(NO_SCORES) if moments is None else moments)
@@ -595,27 +833,20 @@ def experience(
     rewards = kl_shaped_rewards(shaped, logprobs, ref_logprobs, mask, in_reward, kl_estimator(algorithm))
     totals = rewards.sum(1)  # (B,)
     tensors = {"mask": mask, "logprobs": logprobs, "ref_logprobs": ref_logprobs}
-    critic_metrics = {}
     if algorithm.adv_estimator == "gae":
         values, _ = pad_rows([r.values for r in rollouts], 0, torch.float32)
         if algorithm.whiten_rewards:
-            rewards = rewards * torch.rsqrt(masked_mean((rewards - masked_mean(rewards, mask)) ** 2, mask) + 1e-8)
+            rewards = rewards * torch.rsqrt(masked_variance(rewards, mask) + 1e-8)
         advantages, returns = gae(rewards, values, mask, algorithm.gamma, algorithm.lam)
         tensors |= {"values": values, "returns": returns}
-        returns_variance = masked_mean((returns - masked_mean(returns, mask)) ** 2, mask)
-        residual = returns - values
-        residual_variance = masked_mean((residual - masked_mean(residual, mask)) ** 2, mask)
-        critic_metrics = {
-            "objective/return_mean": masked_mean(returns, mask),
-            "critic/explained_variance": 1 - residual_variance / returns_variance.clamp(min=1e-8),
-        }
+        unexplained = masked_variance(returns - values, mask) / masked_variance(returns, mask).clamp(min=1e-8)
+        more = {"critic/explained_variance": 1 - unexplained}
     else:
         estimate = rloo_advantages if algorithm.adv_estimator == "rloo" else grpo_advantages
         advantages = torch.where(mask, estimate(totals, cfg.rollout.n)[:, None], 0)
-        critic_metrics = {"objective/return_mean": masked_mean(totals[:, None].expand_as(mask), mask)}
+        returns, more = totals[:, None].expand_as(mask), {}
     whiten = algorithm.adv_estimator == "gae" if algorithm.whiten_advantages is None else algorithm.whiten_advantages
     tensors["advantages"] = masked_whiten(advantages, mask) if whiten else advantages
-    bigrams = [pair for r in rollouts for pair in zip(r.response_ids, r.response_ids[1:])]
     metrics = {
         "objective/kl": torch.where(mask, logprobs - ref_logprobs, 0).sum(1).mean(),
         "objective/kl_per_token": masked_mean(k3(logprobs, ref_logprobs), mask),
@@ -624,322 +855,155 @@ def experience(
         "objective/score_std": scores.std(unbiased=False),
         "objective/reward_mean": totals.mean(),
         "objective/reward_std": totals.std(unbiased=False),
-        "objective/entropy": masked_mean(entropy, mask),
-        **critic_metrics,
-        "rollout/response_length_mean": lengths.mean(),
+        "objective/return_mean": masked_mean(returns, mask),
+        **more,
+    }
+    return tensors, {name: float(value) for name, value in metrics.items()} | text_metrics(rollouts)
+
+
+def text_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """What the responses look like."""
+    entropy, mask = pad_rows([r.entropy for r in rollouts], 0, torch.float32)
+    bigrams = [pair for r in rollouts for pair in zip(r.response_ids, r.response_ids[1:])]
+    return {
+        "objective/entropy": masked_mean(entropy, mask).item(),
+        "rollout/response_length_mean": sum(len(r.response_ids) for r in rollouts) / len(rollouts),
         "rollout/truncated_fraction": sum(not r.ended for r in rollouts) / len(rollouts),
         "rollout/empty_fraction": sum(not r.text.strip() for r in rollouts) / len(rollouts),
         "rollout/distinct_2": len(set(bigrams)) / max(1, len(bigrams)),
     }
-    return tensors, {name: float(value) for name, value in metrics.items()}
 
 
 def kl_estimator(algorithm: AlgorithmConfig) -> str:
     return algorithm.kl_estimator or ("k1" if algorithm.kl_in == "reward" else "k3")
 
 
-# ----------------------------------------------------------------------------------------------------- update
+# -------------------------------------------------------------------------------------------------- 6 update
 
 
-def update(
-    rollouts: list[Rollout],
-    tensors: dict[str, Tensor],
-    model,
-    optimizer,
-    cfg: PPOConfig,
-    step: int,
-    pad_id: int,
-    accelerator,
-    kl_coef: float,
-    guards: Guards | None = None,
-    draw: int | None = None,
-) -> dict[str, float]:
-    """All epochs and mini-batches of one step. Every rank holds all rollouts and takes its share of each mini-batch.
+def update(run: Run, rollouts: list[Rollout], tensors: dict[str, Tensor]) -> tuple[dict[str, float], Verdict]:
+    """All epochs and mini-batches of one step, while the guards say go on: their mean metrics, and the last verdict.
 
-    The loss is a token mean over the whole mini-batch, so gradients depend neither on the micro-batch size nor on
-    the number of ranks. draw: seeds the order (null = step). Raises RollBack where the guards say so.
+    Every rank holds all rollouts and takes its share of each mini-batch. The loss is a token mean over the whole
+    mini-batch, so gradients depend neither on the micro-batch size nor on the number of ranks.
     """
-    seen: list[dict[str, float]] = []  # metrics of each mini-batch
-    draw = step if draw is None else draw
-    try:
-        for epoch in range(cfg.ppo_epochs):
-            generator = torch.Generator().manual_seed((cfg.seed * 1_000_003 + draw) * 101 + epoch)
-            order = torch.randperm(len(rollouts), generator=generator).tolist()
-            for start in range(0, len(order), cfg.ppo_mini_batch_size):
-                rows = order[start : start + cfg.ppo_mini_batch_size]
-                seen.append(
-                    mini_batch_step(
-                        rows,
-                        rollouts,
-                        tensors,
-                        model,
-                        optimizer,
-                        cfg,
-                        step,
-                        pad_id,
-                        accelerator,
-                        kl_coef,
-                        guards,
-                        first=not seen,
-                    )
-                )
-        if (
-            guards is not None and guards.cfg.enabled and guards.cfg.update_kl is not None
-        ):  # nothing above has seen the last update's effect
-            guards.check_update(step, update_kl(rows, rollouts, tensors, model, cfg, pad_id, accelerator), last=True)
-    except SkipRest as skipped:
-        seen.append(skipped.metrics)
-    return {name: fmean(values[name] for values in seen if name in values) for name in seen[0]}
+    cfg, seen = run.cfg, []  # metrics of each mini-batch
+    verdict = GO_ON
+    for epoch in range(cfg.ppo_epochs):
+        generator = torch.Generator().manual_seed((cfg.seed * 1_000_003 + run.state["draw"]) * 101 + epoch)
+        order = torch.randperm(len(rollouts), generator=generator).tolist()
+        for begin in range(0, len(order), cfg.ppo_mini_batch_size):
+            rows = order[begin : begin + cfg.ppo_mini_batch_size]
+            metrics, verdict = mini_batch_step(run, rows, rollouts, tensors, first=not seen)
+            seen.append(metrics)
+            if verdict.action in ("skip rest", "roll back"):
+                return mean_metrics(seen), verdict
+    if run.guards.cfg.enabled and run.guards.cfg.update_kl is not None:  # nothing above has seen the last one's effect
+        verdict = run.guards.check_update(run.step, update_kl(run, rows, rollouts, tensors), last=True)
+    return mean_metrics(seen), verdict
 
 
-def micro_batches(rows: list[int], rollouts, tensors, cfg: PPOConfig, pad_id: int, accelerator):
-    """This rank's share of a mini-batch: (batch for the model, token tensors (b, t), whether it is the last), longest first."""
-    rows = [rows[i] for i in by_length([rollouts[r] for r in rows])]
-    mine, micro = rows[accelerator.process_index :: accelerator.num_processes], cfg.ppo_micro_batch_size_per_gpu
+def mean_metrics(seen: list[dict[str, float]]) -> dict[str, float]:
+    return {name: fmean(metrics[name] for metrics in seen if name in metrics) for name in seen[0]}
+
+
+def micro_batches(run: Run, rows: list[int], rollouts, tensors) -> Iterator[tuple[dict, dict, bool]]:
+    """This rank's share of a mini-batch: (batch for the model, token tensors (b, t), whether it is the last)."""
+    rows = [rows[i] for i in longest_first([tokens_of(rollouts[r]) for r in rows], len(rows))[0]]
+    mine, micro = (
+        rows[run.accelerator.process_index :: run.accelerator.num_processes],
+        run.cfg.ppo_micro_batch_size_per_gpu,
+    )
     for i in range(0, len(mine), micro):
         part = mine[i : i + micro]
         width = int(tensors["mask"][part].sum(1).max())
-        old = {name: tensor[part, :width].to(accelerator.device) for name, tensor in tensors.items()}
-        yield make_batch([rollouts[r] for r in part], pad_id, accelerator.device), old, i + micro >= len(mine)
+        old = {name: tensor[part, :width].to(run.device) for name, tensor in tensors.items()}
+        yield make_batch([rollouts[r] for r in part], run.pad_id, run.device), old, i + micro >= len(mine)
+
+
+def micro_batch_loss(run: Run, batch: dict[str, Tensor], old: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch, a token mean, and its metrics."""
+    cfg, algorithm, mask = run.cfg, run.cfg.algorithm, old["mask"]
+    roles = ("policy", "critic") if algorithm.adv_estimator == "gae" else ("policy",)
+    out = run.model(batch, roles, cfg.rollout.temperature, entropy=algorithm.entropy_coef > 0)
+    logprobs = torch.zeros_like(old["logprobs"]).masked_scatter(mask, out["logprobs"])
+    loss, metrics = ppo_policy_loss(
+        logprobs, old["logprobs"], old["advantages"], mask, algorithm.clip_ratio, algorithm.clip_ratio_c
+    )
+    metrics["policy/loss"] = loss.detach()
+    if algorithm.entropy_coef > 0:
+        loss = loss - algorithm.entropy_coef * out["entropy"].mean()
+    if algorithm.kl_in == "loss":
+        kl = masked_mean(KL_ESTIMATORS[kl_estimator(algorithm)](logprobs, old["ref_logprobs"]), mask)
+        loss, metrics["policy/kl_loss"] = loss + run.state["kl_coef"] * kl, kl.detach()
+    if "critic" in roles:
+        values = torch.zeros_like(old["values"]).masked_scatter(mask, out["values"])
+        value_loss, value_metrics = ppo_value_loss(values, old["values"], old["returns"], mask, algorithm.value_clip)
+        metrics |= value_metrics | {"critic/loss": value_loss.detach()}
+        coef = 1.0 if cfg.critic.kind != "shared" else 0.1 if cfg.critic.loss_coef is None else cfg.critic.loss_coef
+        loss = loss * (0.0 if run.warming_up else 1.0) + coef * value_loss
+    return loss, metrics
 
 
 def mini_batch_step(
-    rows: list[int],
-    rollouts,
-    tensors,
-    model,
-    optimizer,
-    cfg: PPOConfig,
-    step: int,
-    pad_id: int,
-    accelerator,
-    kl_coef: float,
-    guards: Guards | None,
-    first: bool = False,
-) -> dict[str, float]:
-    """One optimizer step on `rows`; returns token-weighted metrics of the whole mini-batch. first: of the step."""
-    world, algorithm = accelerator.num_processes, cfg.algorithm
-    total_tokens = int(tensors["mask"][rows].sum())
-    warming_up = step <= cfg.critic.warmup_steps
-    value_coef = 1.0 if cfg.critic.kind != "shared" else 0.1 if cfg.critic.loss_coef is None else cfg.critic.loss_coef
-    roles = ("policy", "critic") if algorithm.adv_estimator == "gae" else ("policy",)
+    run: Run, rows: list[int], rollouts: list[Rollout], tensors: dict[str, Tensor], first: bool = False
+) -> tuple[dict[str, float], Verdict]:
+    """One optimizer step on `rows` (first: of the step): token-weighted metrics of the mini-batch, and the verdict."""
+    accelerator, total_tokens = run.accelerator, int(tensors["mask"][rows].sum())
     sums: dict[str, Tensor] = {}
-    for batch, old, last in micro_batches(rows, rollouts, tensors, cfg, pad_id, accelerator):
-        mask = old["mask"]
-        share = int(mask.sum()) / total_tokens
-        with accumulating(accelerator, model, last):
-            out = model(batch, roles, cfg.rollout.temperature, entropy=algorithm.entropy_coef > 0)
-            logprobs = torch.zeros_like(old["logprobs"]).masked_scatter(mask, out["logprobs"])
-            loss, info = ppo_policy_loss(
-                logprobs, old["logprobs"], old["advantages"], mask, algorithm.clip_ratio, algorithm.clip_ratio_c
-            )
-            info["policy/loss"] = loss.detach()
-            if algorithm.entropy_coef > 0:
-                loss = loss - algorithm.entropy_coef * out["entropy"].mean()
-            if algorithm.kl_in == "loss":
-                kl = masked_mean(KL_ESTIMATORS[kl_estimator(algorithm)](logprobs, old["ref_logprobs"]), mask)
-                loss, info["policy/kl_loss"] = loss + kl_coef * kl, kl.detach()
-            if "critic" in roles:
-                values = torch.zeros_like(old["values"]).masked_scatter(mask, out["values"])
-                value_loss, value_info = ppo_value_loss(
-                    values, old["values"], old["returns"], mask, algorithm.value_clip
-                )
-                loss = loss * (0.0 if warming_up else 1.0) + value_coef * value_loss
-                info |= value_info | {"critic/loss": value_loss.detach()}
-            backward(accelerator, model, loss * (share * world), last)  # ranks' gradients are averaged
-        for name, value in info.items():
+    for batch, old, last in micro_batches(run, rows, rollouts, tensors):
+        share = int(old["mask"].sum()) / total_tokens
+        with launch.accumulating(accelerator, run.model, last):
+            loss, more = micro_batch_loss(run, batch, old)
+            # ranks' gradients are averaged
+            launch.backward(accelerator, run.model, loss * (share * accelerator.num_processes), last)
+        for name, value in more.items():
             sums[name] = sums.get(name, 0.0) + value * share
     names = sorted(sums)
     metrics = dict(zip(names, accelerator.reduce(torch.stack([sums[name] for name in names]), "sum").tolist()))
-
-    try:
-        if guards is not None:
-            if first:
-                guards.check_first(step, metrics["policy/approx_kl"])
-            guards.check_update(step, metrics["policy/approx_kl"])
-        norms = {}
-        for name, parameters in unwrap(model).groups().items():
-            norms[name] = metrics[f"{name}/grad_norm"] = clip_grad_norm(accelerator, parameters, cfg.max_grad_norm)
-            if (
-                name == "policy" and warming_up
-            ):  # a shared critic's loss reaches the policy too, and Adam counts zero gradients
-                drop_gradients(accelerator, parameters)
-                del norms[name]
-        bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
-        if bad and (guards is None or not guards.cfg.enabled):
+    if first:
+        run.guards.check_first(run.step, metrics["policy/approx_kl"])
+    verdict = run.guards.check_update(run.step, metrics["policy/approx_kl"])
+    if verdict.action == "go on":
+        norms = clip_gradients(run)
+        metrics |= {f"{name}/grad_norm": norm for name, norm in norms.items()}
+        learning = {name: norm for name, norm in norms.items() if name != "policy" or not run.warming_up}
+        bad = [name for name, norm in learning.items() if not math.isfinite(norm)]
+        if bad and not run.guards.cfg.enabled:
+            which = " and ".join(bad)
             raise UserError(
-                f"step {step}: the gradient of the {' and '.join(bad)} is not finite; lower lr or set guards.enabled"
+                f"step {run.step}: the gradient of the {which} is not finite; lower lr or set guards.enabled"
             )
-        good = guards is None or guards.gradients_are_good(step, norms)
-    except (SkipRest, RollBack) as problem:
-        problem.metrics = metrics
-        discard_gradients(accelerator, model, optimizer)
-        raise
-    (step_optimizer if good else discard_gradients)(accelerator, model, optimizer)
-    return metrics
+        verdict = run.guards.check_gradients(run.step, learning)
+    (launch.step_optimizer if verdict.action == "go on" else launch.discard_gradients)(
+        accelerator, run.model, run.optimizer
+    )
+    return metrics, verdict
+
+
+def clip_gradients(run: Run) -> dict[str, float]:
+    """Scale the gradients of policy and critic down to max_grad_norm each; returns their norms before it."""
+    norms = {}
+    for name, parameters in run.roles.groups().items():
+        norms[name] = launch.clip_grad_norm(run.accelerator, parameters, run.cfg.max_grad_norm)
+        if (
+            name == "policy" and run.warming_up
+        ):  # a shared critic's loss reaches it too, and Adam counts zero gradients
+            launch.drop_gradients(run.accelerator, parameters)
+    return norms
 
 
 @torch.no_grad()
-def update_kl(rows: list[int], rollouts, tensors, model, cfg: PPOConfig, pad_id: int, accelerator) -> float:
+def update_kl(run: Run, rows: list[int], rollouts: list[Rollout], tensors: dict[str, Tensor]) -> float:
     """KL of the policy that sampled `rows` to the policy now, nats a token (k3), over all ranks."""
-    total = torch.zeros((), device=accelerator.device)
-    for batch, old, _ in micro_batches(rows, rollouts, tensors, cfg, pad_id, accelerator):
-        logprobs = unwrap(model)(batch, ("policy",), cfg.rollout.temperature)["logprobs"]
+    total = torch.zeros((), device=run.device)
+    for batch, old, _ in micro_batches(run, rows, rollouts, tensors):
+        logprobs = run.roles(batch, ("policy",), run.cfg.rollout.temperature)["logprobs"]
         total += k3(old["logprobs"][old["mask"]], logprobs).sum()
-    return accelerator.reduce(total, "sum").item() / int(tensors["mask"][rows].sum())
+    return run.accelerator.reduce(total, "sum").item() / int(tensors["mask"][rows].sum())
 
 
-# ------------------------------------------------------------------------------------------------------ train
-
-
-def train(cfg: PPOConfig) -> list[dict]:
-    """Run stage 3; returns the metrics of its steps, which also stand in metrics.jsonl."""
-    started = time.time()
-    check_config(cfg)
-    folder = Path(cfg.output_dir)
-    check_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume, can_resume=True)
-    if cfg.resume:
-        check_same_config(folder, cfg)
-    accelerator = start_accelerator(folder, cfg.report_to, cfg.seed)
-    device, is_main = accelerator.device, accelerator.is_main_process
-    rank, world = accelerator.process_index, accelerator.num_processes
-
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
-    rows = load_prompts(cfg.data, "train")
-    total_steps = count_steps(cfg, len(rows), world)
-    if cfg.reward_model.style == "rule":
-        check_ground_truth(rows)
-    with accelerator.main_process_first():
-        model = build_roles(cfg, device, load_device(accelerator))
-    policy = model.lm("policy")
-    prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, max_positions(policy))
-    stop_ids, pad_id = eos_ids(tokenizer, policy), tokenizer.pad_token_id
-    scorer = build_scorer(cfg, model, tokenizer, device)
-    held_out = load_prompts(cfg.data, "test")[: cfg.eval_prompts] if cfg.eval_every else []
-    encode_prompts(tokenizer, held_out, cfg.max_prompt_length, cfg.max_response_length, max_positions(policy))
-    if is_main:
-        open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
-        record_run(folder, cfg)
-    accelerator.wait_for_everyone()
-    lr = (1e-5 if cfg.lora is None else 1e-4) if cfg.lr is None else cfg.lr
-    base_lr = {"policy": lr, "critic": lr if cfg.critic.lr is None else cfg.critic.lr}
-    optimizer = torch.optim.AdamW(
-        [{"params": parameters, "lr": base_lr[name]} for name, parameters in model.groups().items()], weight_decay=0.0
-    )
-    group_names = list(model.groups())
-    roles = model  # forwards without gradients need no wrapper
-    trained = sum(p.numel() for p in model.trainable().values())
-    model, optimizer = prepare(accelerator, model, optimizer, cfg.ppo_micro_batch_size_per_gpu)
-    start_trackers(accelerator, cfg)
-
-    state = new_state(cfg)
-    restored = (
-        load_checkpoint(folder, accelerator, model, optimizer, set(state), cfg.resume == "partial")
-        if cfg.resume
-        else None
-    )
-    state |= restored or {}
-    guards = Guards(cfg.guards, folder, state, is_main)
-    metrics = Metrics(folder, accelerator, state["step"])
-    if cfg.guards.enabled and restored is None:  # there must always be something to go back to
-        save_checkpoint(folder, accelerator, model, optimizer, state, cfg.keep_last)
-    if is_main:
-        describe(cfg, roles, len(rows), total_steps, world, device, trained)
-    history, clock, steps_run = [], time.time(), 0
-    bar = progress_bar(label="ppo", unit="step", total=total_steps, initial=state["step"])
-
-    while state["step"] < total_steps:
-        step, timer = state["step"] + 1, Timer()
-        state["draw"] += 1  # counts on when the run is rolled back, so that it goes on with other prompts and samples
-        draw, kl_coef = state["draw"], state["kl_coef"]
-        for name, group in zip(group_names, optimizer.param_groups):
-            group["lr"] = base_lr[name] * state["lr_scale"]
-        # 1. sample n responses to each prompt; each rank takes its share
-        with timer("rollout"):
-            n_prompts = cfg.train_batch_size // cfg.rollout.n
-            chosen = prompt_order(len(rows), (draw - 1) * n_prompts, n_prompts, cfg.seed)
-            mine = split_for_rank([row for row in chosen for _ in range(cfg.rollout.n)], rank, world)
-            seed_sampling(cfg.seed, draw, rank)
-            rollouts = sample(roles, [prompts[i] for i in mine], mine, cfg, tokenizer, stop_ids, is_zero3(accelerator))
-        # 2. score
-        with timer("score"):
-            score(rollouts, rows, scorer)
-        # 3. log-probabilities of policy and reference, and values; then every rank gets all rollouts
-        with timer("logprobs"):
-            add_logprobs_and_values(rollouts, roles, cfg, pad_id, device)
-            rollouts = gather_lists(rollouts)
-        # 4. and 5. token rewards and whitened advantages
-        tensors, values = experience(rollouts, cfg, kl_coef, state["scores"])
-        if is_main and steps_run == 0:
-            print_rollout(rollouts[0], tokenizer)
-        # 6. clipped updates
-        try:
-            guards.check_rollouts(step, values, rollouts, rows, cfg.data)
-            with timer("update"):
-                values |= update(
-                    rollouts, tensors, model, optimizer, cfg, step, pad_id, accelerator, kl_coef, guards, draw
-                )
-        except RollBack as problem:
-            state |= roll_back(problem, guards, state, metrics, folder, accelerator, model, optimizer, cfg)
-            history = [values for values in history if values["step"] <= state["step"]]
-            bar.update(state["step"] - bar.n)
-            continue
-        # 7. controller, metrics, samples, checkpoint
-        state["step"] = step
-        control_kl(cfg, state, values["objective/kl_per_token"])
-        if cfg.eval_every and step % cfg.eval_every == 0:
-            with timer("eval"):
-                values |= sample_held_out(held_out, roles, cfg, tokenizer, stop_ids, scorer, step, folder, accelerator)
-        seconds = timer.seconds | {"total": sum(timer.seconds.values())}
-        tokens = sum(len(r.response_ids) for r in rollouts)
-        values |= {f"time/{phase}": s for phase, s in seconds.items()}
-        values |= {
-            f"{name}/lr": 0.0
-            if name == "policy" and step <= cfg.critic.warmup_steps
-            else base_lr[name] * state["lr_scale"]
-            for name in group_names
-        }
-        values |= {"rollout/tokens_per_second": tokens / seconds["rollout"], "memory/peak_gb": peak_memory_gb(device)}
-        metrics.log(step, values)
-        history.append({"step": step, **values})
-        bar.update(1)
-        steps_run += 1
-        if is_main and (step % cfg.log_every == 0 or step == total_steps):
-            left = remaining(steps_run, steps_run + total_steps - step, time.time() - clock)
-            print(
-                f"step {step}/{total_steps}  score {values['objective/score_mean']:+.3f}  KL/token {values['objective/kl_per_token']:.4f}  "
-                f"length {values['rollout/response_length_mean']:.1f}  entropy {values['objective/entropy']:.2f}  "
-                f"clipped {values.get('policy/clip_fraction', 0.0):.3f}  {seconds['total']:.1f} s  left {left}",
-                flush=True,
-            )
-        if cfg.save_every and step % cfg.save_every == 0:
-            save_checkpoint(folder, accelerator, model, optimizer, state, cfg.keep_last)
-    bar.close()
-
-    save_final(roles, tokenizer, cfg, folder, is_main)
-    write_report(folder, is_main)
-    if is_main:
-        record_run(folder, cfg, started)
-        print(f"peak memory {peak_memory_gb(device):.2f} GB; wrote {folder / 'final'}", flush=True)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-    return history
-
-
-def new_state(cfg: PPOConfig) -> dict:
-    """All that a run remembers between steps besides weights and optimizer; checkpoints keep it."""
-    return {
-        "step": 0,  # steps done
-        "draw": 0,  # batches of prompts drawn: more than steps after a roll-back
-        "kl_coef": cfg.algorithm.kl_coef,
-        "kl_average": None,  # of kl_ctrl.method moving_average
-        "scores": dict(NO_SCORES),
-        "lr_scale": 1.0,
-        "rollbacks": 0,
-        "skips": 0,
-        "warned": [],
-        "kl_history": [],  # of the guards
-    }
+# ----------------------------------------------------------------------------------- 7 control and roll-back
 
 
 def control_kl(cfg: PPOConfig, state: dict, kl: float) -> None:
@@ -949,306 +1013,95 @@ def control_kl(cfg: PPOConfig, state: dict, kl: float) -> None:
         return
     if control.method == "moving_average":
         decay = 0.5 if control.decay is None else control.decay
-        kl = state["kl_average"] = (
-            kl if state["kl_average"] is None else decay * state["kl_average"] + (1 - decay) * kl
-        )
+        average = state["kl_average"]
+        kl = state["kl_average"] = kl if average is None else decay * average + (1 - decay) * kl
     state["kl_coef"] = next_kl_coef(state["kl_coef"], kl, control.target_kl, control.horizon or 10 * n, n)
 
 
-def roll_back(
-    problem: RollBack,
-    guards: Guards,
-    state: dict,
-    metrics: Metrics,
-    folder: Path,
-    accelerator,
-    model,
-    optimizer,
-    cfg: PPOConfig,
-) -> dict:
-    """Restore the newest checkpoint up to `problem.before` and return its state with what the guard changed.
+def roll_back(run: Run, verdict: Verdict) -> None:
+    """Restore the newest checkpoint up to `verdict.before`, with what the guard changes in the run's state.
 
-    The change is written back to the checkpoint, so that a run killed after it does not try the same again.
+    The change is written back to the checkpoint, so that a run killed after it does not try the same again. Raises
+    RunStopped when the roll-backs are used up.
     """
-    rollbacks, step = state["rollbacks"] + 1, state["step"] + 1
-    restored = new_state(cfg) | load_checkpoint(folder, accelerator, model, optimizer, set(), before=problem.before)
-    metrics.keep(restored["step"])
-    if rollbacks > cfg.guards.max_rollbacks:
-        guards.event(
-            step, "max_rollbacks", rollbacks, cfg.guards.max_rollbacks, "stopping", f"{problem} was crossed again"
-        )
+    cfg, state, folder, limit = run.cfg, run.state, run.folder, run.cfg.guards.max_rollbacks
+    rollbacks, step = state["rollbacks"] + 1, run.step
+    restored = new_state(cfg) | load_checkpoint(
+        folder, run.accelerator, run.model, run.optimizer, set(), before=verdict.before
+    )
+    run.metrics.keep(restored["step"])
+    if rollbacks > limit:
+        run.guards.event(step, "max_rollbacks", rollbacks, limit, "stopping", f"{verdict.guard} was crossed again")
         place = folder / "checkpoints" / step_name(restored["step"])
-        word = "good " if restored["step"] <= problem.before else ""
+        word = "good " if restored["step"] <= verdict.before else ""
         length = f"--total_steps {restored['step']}" + (" --total_epochs null" if cfg.total_epochs is not None else "")
         more = f" (--resume auto {length} writes it to final/)" if restored["step"] else ", the start"
-        write_report(folder, guards.is_main)
-        accelerator.wait_for_everyone()
+        write_report(run)
+        run.accelerator.wait_for_everyone()
         raise RunStopped(
-            f"guards.max_rollbacks {cfg.guards.max_rollbacks} is used up at step {step}; the last {word}checkpoint is {place}{more}"
+            f"guards.max_rollbacks {limit} is used up at step {step}; the last {word}checkpoint is {place}{more}"
         )
-    if problem.kl_factor != 1:  # on top of what earlier roll-backs raised
+    if verdict.kl_factor != 1:  # on top of what earlier roll-backs raised
         kl_coef = max(restored["kl_coef"], state["kl_coef"])
-        restored["kl_coef"] = max(kl_coef, min(max(kl_coef, KL_COEF_BOUNDS[0]) * problem.kl_factor, KL_COEF_BOUNDS[1]))
-    restored |= {
-        "rollbacks": rollbacks,
-        "draw": state["draw"],
-        "skips": 0,
-        "lr_scale": state["lr_scale"] * problem.lr_factor,
-    }
-    rewrite_state(folder, restored, accelerator)
+        raised = min(max(kl_coef, KL_COEF_BOUNDS[0]) * verdict.kl_factor, KL_COEF_BOUNDS[1])
+        restored["kl_coef"] = max(kl_coef, raised)
+    restored |= {"rollbacks": rollbacks, "draw": state["draw"], "skips": 0}
+    restored["lr_scale"] = state["lr_scale"] * verdict.lr_factor
+    rewrite_state(folder, restored, run.accelerator)
     changed = f"kl_coef {restored['kl_coef']:.4g}, learning rates x {restored['lr_scale']:g}, other prompts"
-    guards.event(
-        step, "rollback", rollbacks, cfg.guards.max_rollbacks, f"going on from step {restored['step']}", changed
-    )
-    return restored
+    run.guards.event(step, "rollback", rollbacks, limit, f"going on from step {restored['step']}", changed)
+    state |= restored
 
 
-def check_config(cfg: PPOConfig) -> None:
-    """Everything that can be refused before a model is loaded."""
-    check_reward_config(cfg.reward_model)
-    if cfg.rollout.temperature <= 0:
-        raise UserError("rollout.temperature must be above 0: PPO needs samples and their probabilities")
-    algorithm, control = cfg.algorithm, cfg.algorithm.kl_ctrl
-    if control.method == "fixed" and control != KLControl():
-        raise UserError(
-            "algorithm.kl_ctrl.target_kl, horizon and decay have no effect with method fixed; set method adaptive or moving_average"
-        )
-    if control.method != "fixed" and (control.target_kl is None or control.target_kl <= 0):
-        raise UserError(f"algorithm.kl_ctrl.method {control.method} needs target_kl above 0, in nats a token")
-    if control.horizon is not None and control.horizon <= 0:
-        raise UserError("algorithm.kl_ctrl.horizon must be above 0")
-    if control.decay is not None and (control.method != "moving_average" or not 0 <= control.decay < 1):
-        raise UserError("algorithm.kl_ctrl.decay is for method moving_average, and at least 0 and below 1")
-    if algorithm.kl_coef < 0:
-        raise UserError("algorithm.kl_coef must not be negative")
-    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        raise UserError(
-            "algorithm.kl_estimator k1 has a gradient of 0 on average as a loss; use k2 or k3 with kl_in loss"
-        )
-    if algorithm.clip_ratio_c is not None and algorithm.clip_ratio_c <= 1 + algorithm.clip_ratio:
-        raise UserError("algorithm.clip_ratio_c must be above 1 + clip_ratio")
-    if cfg.score.clip is not None and cfg.score.clip <= 0:
-        raise UserError("score.clip must be above 0")
-    if algorithm.adv_estimator != "gae":
-        default = AlgorithmConfig()
-        idle = [
-            f"algorithm.{key}"
-            for key in ("gamma", "lam", "whiten_rewards", "value_clip")
-            if getattr(algorithm, key) != getattr(default, key)
-        ]
-        idle += [
-            f"critic.{f.name}"
-            for f in dataclasses.fields(CriticConfig)
-            if f.name != "kind"
-            and getattr(cfg.critic, f.name) != getattr(CriticConfig(), f.name)  # recipes set the kind
-        ]
-        if idle:
-            raise UserError(
-                f"{', '.join(idle)} has no effect with algorithm.adv_estimator {algorithm.adv_estimator}, which has no critic; leave it at its default"
-            )
-        if cfg.rollout.n < 2:
-            raise UserError(
-                f"algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: set rollout.n to 2 or more"
-            )
-    if cfg.critic.kind == "adapter" and cfg.lora is None and algorithm.adv_estimator == "gae":
-        raise UserError("critic.kind adapter needs lora; with lora null set critic.kind shared or separate")
-    if cfg.critic.kind != "shared" and cfg.critic.loss_coef is not None:
-        raise UserError(
-            f"critic.loss_coef has no effect with critic.kind {cfg.critic.kind}, which learns apart from the policy; remove it"
-        )
-    if cfg.critic.kind == "shared" and cfg.critic.path is not None:
-        raise UserError(
-            "critic.path has no effect with critic.kind shared, whose trunk is the policy's; use kind adapter or separate"
-        )
-    guards = cfg.guards
-    for name, value, low, high in (
-        ("algorithm.clip_ratio", algorithm.clip_ratio, 0, 1),
-        ("algorithm.value_clip", algorithm.value_clip, 0, math.inf),
-        ("algorithm.gamma", algorithm.gamma, 0, 1),
-        ("algorithm.lam", algorithm.lam, 0, 1),
-        ("max_grad_norm", cfg.max_grad_norm, 0, math.inf),
-        ("guards.update_kl", guards.update_kl, 0, math.inf),
-        ("guards.reference_kl", guards.reference_kl, 0, math.inf),
-        ("guards.grad_norm", guards.grad_norm, 0, math.inf),
-        ("guards.reward_std", guards.reward_std, 0, math.inf),
-        ("guards.max_skips", guards.max_skips, 1, math.inf),
-        ("guards.max_rollbacks", guards.max_rollbacks, 0, math.inf),
-        ("guards.rollback_lr_factor", guards.rollback_lr_factor, 0, 1),
-        ("guards.rollback_kl_factor", guards.rollback_kl_factor, 1, math.inf),
-        ("critic.warmup_steps", cfg.critic.warmup_steps, 0, math.inf),
-        ("save_every", cfg.save_every, 0, math.inf),
-        ("eval_every", cfg.eval_every, 0, math.inf),
-    ):
-        if value is not None and not low <= value <= high:
-            raise UserError(
-                f"{name} {value} must be {'at least ' + str(low) if high == math.inf else f'between {low} and {high}'}"
-            )
-    for name, switch in (("eval_prompts", "eval_every"), ("keep_last", "save_every")):
-        default = next(f.default for f in dataclasses.fields(PPOConfig) if f.name == name)
-        if not getattr(cfg, switch) and getattr(cfg, name) != default:
-            raise UserError(f"{name} has no effect without {switch}")
-    if cfg.guards.enabled and (cfg.save_every < 1 or cfg.keep_last < 2):
-        raise UserError("guards.enabled needs checkpoints to go back to: set save_every, and keep_last to 2 or more")
-    if not cfg.guards.enabled and cfg.guards != GuardConfig():
-        raise UserError("guards.* has no effect without guards.enabled true")
-    if (cfg.total_steps is None) == (cfg.total_epochs is None):
-        raise UserError("give total_steps or total_epochs, and not both")
-    if (cfg.total_epochs if cfg.total_steps is None else cfg.total_steps) <= 0:
-        raise UserError("total_steps and total_epochs must be above 0")
-    if any(lr is not None and lr <= 0 for lr in (cfg.lr, cfg.critic.lr)):
-        raise UserError("lr and critic.lr must be above 0")
-    if cfg.seed < 0:
-        raise UserError("seed must not be negative")
+def set_learning_rates(run: Run) -> dict[str, float]:
+    """Those in force in this step, by name."""
+    rates = {name: lr * run.state["lr_scale"] for name, lr in run.base_lr.items()}
+    for rate, group in zip(rates.values(), run.optimizer.param_groups):
+        group["lr"] = rate
+    return {f"{name}/lr": 0.0 if name == "policy" and run.warming_up else rate for name, rate in rates.items()}
 
 
-def count_steps(cfg: PPOConfig, n_rows: int, world: int) -> int:
-    """Check the batch sizes against each other and return the number of steps."""
-    batch, mini, micro, n = (
-        cfg.train_batch_size,
-        cfg.ppo_mini_batch_size,
-        cfg.ppo_micro_batch_size_per_gpu,
-        cfg.rollout.n,
-    )
-    for name, value in (
-        ("train_batch_size", batch),
-        ("ppo_mini_batch_size", mini),
-        ("ppo_micro_batch_size_per_gpu", micro),
-        ("log_prob_micro_batch_size_per_gpu", cfg.log_prob_micro_batch_size_per_gpu),
-        ("ppo_epochs", cfg.ppo_epochs),
-        ("rollout.n", n),
-        ("rollout.micro_batch_size_per_gpu", cfg.rollout.micro_batch_size_per_gpu),
-        ("keep_last", cfg.keep_last),
-        ("max_response_length", cfg.max_response_length),
-        ("log_every", cfg.log_every),
-        ("eval_prompts", cfg.eval_prompts),
-    ):
-        if value < 1:
-            raise UserError(f"{name} {value} must be at least 1")
-    problems = []
-    if batch % n:
-        problems.append(f"train_batch_size {batch} is not a multiple of rollout.n {n}")
-    if batch % mini:
-        problems.append(f"train_batch_size {batch} is not a multiple of ppo_mini_batch_size {mini}")
-    if mini % (micro * world):
-        problems.append(
-            f"ppo_mini_batch_size {mini} is not a multiple of ppo_micro_batch_size_per_gpu {micro} x {world} rank(s) = {micro * world}"
-        )
-    if problems:
-        raise UserError(
-            f"{'; '.join(problems)} (train_batch_size = mini-batches x ppo_mini_batch_size; "
-            "ppo_mini_batch_size = micro-batches x ppo_micro_batch_size_per_gpu x ranks)"
-        )
-    prompts_a_step = batch // n
-    if cfg.total_steps is not None:
-        return cfg.total_steps
-    return math.ceil(n_rows * cfg.total_epochs / prompts_a_step)
+# ---------------------------------------------------------------------------------------------------- output
 
 
-def describe(cfg: PPOConfig, model: RoleModel, n_rows: int, steps: int, world: int, device, trained: int) -> None:
-    batch, mini, micro, n = (
-        cfg.train_batch_size,
-        cfg.ppo_mini_batch_size,
-        cfg.ppo_micro_batch_size_per_gpu,
-        cfg.rollout.n,
-    )
-    print(
-        f"{n_rows} prompts; {steps} steps of {batch // n} prompts x {n} = {batch} responses; "
-        f"{cfg.ppo_epochs} epoch(s) x {batch // mini} mini-batch(es) of {mini} = {mini // (micro * world)} micro-batch(es) of {micro} "
-        f"x {world} rank(s)"
-    )
-    if adapter_base(cfg.model.path):
-        print(f"policy and reference start from the adapter {cfg.model.path}, merged into its base")
-    places = ", ".join(
-        f"{role} = {name}" + (f"[{adapter}]" if adapter else "") for role, (name, adapter) in model.roles.items()
-    )
-    print(
-        f"roles: {places}; {trained:,} trained weights; {str(model.dtype).removeprefix('torch.')} on {device}",
-        flush=True,
-    )
-
-
-def sample(
-    model: RoleModel, prompts: list[list[int]], rows: list[int], cfg: PPOConfig, tokenizer, stop_ids, synced: bool
-) -> list[Rollout]:
-    with model.use("policy") as lm:
-        responses = generate(
-            lm,
-            prompts,
-            cfg.max_response_length,
-            cfg.rollout.temperature,
-            stop_ids,
-            tokenizer.pad_token_id,
-            cfg.rollout.micro_batch_size_per_gpu,
-            synced=synced,
-        )
-    return [
-        Rollout(row, prompt, ids, decode_response(tokenizer, ids), ended=ids[-1] in stop_ids)
-        for row, prompt, ids in zip(rows, prompts, responses)
-    ]
-
-
-def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:
-    texts = [r.text for r in rollouts]
-    columns = {
-        name: [rows[r.row].get(name) for r in rollouts] for name in ("id", "ground_truth", "reference", "metadata")
-    }
-    for rollout, value in zip(rollouts, scorer([rows[r.row]["prompt"] for r in rollouts], texts, columns)):
-        rollout.score = value
-
-
-def sample_held_out(
-    rows: list[dict], model, cfg: PPOConfig, tokenizer, stop_ids, scorer, step: int, folder: Path, accelerator
-) -> dict[str, float]:
-    """Greedy answers to the first held-out prompts, on the first rank: their mean score, two printed, all in samples.jsonl.
+def answer_held_out(run: Run) -> dict[str, float]:
+    """Greedy answers to the held-out prompts, on the first rank: their mean score, two printed, all in samples.jsonl.
 
     Under ZeRO-3 the other ranks go along, since none has the whole model.
     """
-    if not accelerator.is_main_process and not is_zero3(accelerator):
+    if not run.is_main and not launch.is_zero3(run.accelerator):
         return {}
-    prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, None)
-    with model.use("policy") as lm:
-        responses = generate(
-            lm, prompts, cfg.max_response_length, 0.0, stop_ids, tokenizer.pad_token_id, synced=is_zero3(accelerator)
-        )
-    rollouts = [
-        Rollout(i, p, ids, decode_response(tokenizer, ids), ids[-1] in stop_ids)
-        for i, (p, ids) in enumerate(zip(prompts, responses))
-    ]
-    score(rollouts, rows, scorer)
-    if not accelerator.is_main_process:
+    cfg, rows = run.cfg, run.held_out
+    prompts = encode_prompts(run.tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, None)
+    rollouts = respond(run, list(range(len(rows))), prompts, 0.0)
+    score(rollouts, rows, run.scorer)
+    if not run.is_main:
         return {}
+    questions = [row["prompt"][-1]["content"] for row in rows]
     samples = [
-        {"step": step, "prompt": rows[r.row]["prompt"][-1]["content"], "response": r.text, "score": round(r.score, 4)}
-        for r in rollouts
+        {"step": run.state["step"], "prompt": question, "response": r.text, "score": round(r.score, 4)}
+        for question, r in zip(questions, rollouts)
     ]
-    with open(folder / "samples.jsonl", "a", encoding="utf-8") as file:
+    with open(run.folder / "samples.jsonl", "a", encoding="utf-8") as file:
         file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-    log_samples(accelerator, step, samples)
-    for r in rollouts[:2]:
-        print(
-            show(f"  {rows[r.row]['prompt'][-1]['content'][-100:]!r} -> {r.text[:300]!r} ({r.score:+.2f})"), flush=True
-        )
-    return {"eval/score_mean": sum(r.score for r in rollouts) / len(rollouts)}
+    tracking.log_samples(run.accelerator, run.state["step"], samples)
+    for question, r in zip(questions[:2], rollouts):
+        print(show(f"  {question[-100:]!r} -> {r.text[:300]!r} ({r.score:+.2f})"), flush=True)
+    return {"eval/score_mean": fmean(r.score for r in rollouts)}
 
 
-def print_rollout(rollout: Rollout, tokenizer) -> None:
-    """One rollout as the update sees it; ‹...› marks the tokens in the loss."""
-    print(
-        "--- one rollout, decoded; the part in ‹...› is in the loss"
-        if show("‹") == "‹"
-        else "--- one rollout, decoded"
-    )
-    print(show(f"{tokenizer.decode(rollout.prompt_ids)}‹{tokenizer.decode(rollout.response_ids)}›"))
-    print(
-        f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {'ended' if rollout.ended else 'cut off'}",
-        flush=True,
-    )
+PLOTS = """\
+objective/score_mean; objective/reward_mean; objective/kl_per_token; objective/kl_coef
+rollout/response_length_mean; objective/entropy; rollout/truncated_fraction rollout/distinct_2; eval/score_mean
+policy/loss policy/kl_loss; critic/loss; policy/approx_kl policy/clip_fraction; critic/explained_variance
+policy/grad_norm critic/grad_norm"""  # the panels of report.html, four a line
 
 
-def write_report(folder: Path, is_main: bool) -> None:
+def write_report(run: Run) -> None:
     """`report.html`: the curves of the run so far."""
-    if is_main:
-        write_text(folder / "report.html", page("PPO run", curves_svg(read_metrics(folder), PLOTS)))
+    if run.is_main:
+        panels = [tuple(panel.split()) for line in PLOTS.splitlines() for panel in line.split(";")]
+        write_text(run.folder / "report.html", page("PPO run", curves_svg(read_metrics(run.folder), panels)))
 
 
 def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_main: bool = True) -> None:
@@ -1257,34 +1110,108 @@ def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_mai
     All ranks call it, the first one writes.
     """
     name, adapter = model.roles["policy"]
-    weights = merged_state_dict(model.models[name], adapter, keep=is_main)
+    weights = models.merged_state_dict(model.models[name], adapter, keep=is_main)
     critic, critic_adapter = model.roles.get("critic", (None, None))
     own_critic = (
-        merged_state_dict(model.models["critic"], critic_adapter, keep=is_main) if critic == "critic" else None
+        models.merged_state_dict(model.models["critic"], critic_adapter, keep=is_main) if critic == "critic" else None
     )
-    with whole(
-        model.trainable().values() if adapter is not None else (model.value_head.parameters() if critic else ())
-    ):
+    heads = model.value_head.parameters() if critic else ()
+    with launch.whole(model.trainable().values() if adapter is not None else heads):
         if not is_main:
             return
-        save_model(model.models[name], weights, tokenizer, folder / "final")
-        plain_base = adapter_base(cfg.model.path) is None
-        if adapter is not None and not plain_base:
-            print(
-                "adapter/ is left out: the run started from a LoRA folder merged in memory, which the new adapter would need"
-            )
+        models.save_model(model.models[name], weights, tokenizer, folder / "final")
+        plain_base = models.adapter_base(cfg.model.path) is None
         if adapter is not None and plain_base:
-            save_adapter(model.models[name], adapter, folder / "adapter")
+            models.save_adapter(model.models[name], adapter, folder / "adapter")
+        elif adapter is not None:
+            print("adapter/ is left out: it would need the LoRA folder that the run started from, merged in memory")
         if critic is None:
             return
         head = {"value_head.safetensors": {n: p.detach().cpu() for n, p in model.value_head.named_parameters()}}
         if own_critic is not None:
-            save_model(model.models["critic"], own_critic, tokenizer, folder / "critic", head)
+            models.save_model(model.models["critic"], own_critic, tokenizer, folder / "critic", head)
         elif critic_adapter == "critic" and plain_base:
-            save_adapter(model.models[name], "critic", folder / "critic", more=head)
+            models.save_adapter(model.models[name], "critic", folder / "critic", more=head)
         else:
             with replacing(folder / "critic") as temporary:
-                save_tensors(temporary, head)
+                models.save_tensors(temporary, head)
+
+
+# ----------------------------------------------------------------------------------------------------- train
+
+
+def train(cfg: PPOConfig) -> list[dict]:
+    """Run stage 3; returns the metrics of its steps, which also stand in metrics.jsonl."""
+    started = time.time()
+    run = start(cfg)
+    state, accelerator = run.state, run.accelerator
+    history, clock, steps_run = [], time.time(), 0
+    bar = progress_bar(label="ppo", unit="step", total=run.total_steps, initial=state["step"])
+
+    while state["step"] < run.total_steps:
+        timer = Timer()
+        state["draw"] += 1  # counts on when the run is rolled back, so that it goes on with other prompts and samples
+        rates = set_learning_rates(run)
+        # 1. sample n responses to each prompt; each rank takes its share
+        with timer("rollout"):
+            rollouts = sample(run)
+        # 2. score
+        with timer("score"):
+            score(rollouts, run.rows, run.scorer)
+        # 3. log-probabilities of policy and reference, and values; then every rank gets all rollouts
+        with timer("logprobs"):
+            add_logprobs_and_values(rollouts, run.roles, cfg, run.pad_id, run.device)
+            rollouts = launch.gather_lists(rollouts)
+        # 4. and 5. token rewards and whitened advantages
+        tensors, metrics = experience(rollouts, cfg, state["kl_coef"], state["scores"])
+        if run.is_main and steps_run == 0:
+            print_rollout(rollouts[0], run.tokenizer)
+        # 6. clipped updates
+        verdict = run.guards.check_rollouts(run.step, metrics, rollouts, run.rows, cfg.data)
+        if verdict.action == "go on":
+            with timer("update"):
+                more, verdict = update(run, rollouts, tensors)
+            metrics |= more
+        # 7. roll back, or controller, metrics, samples, checkpoint
+        if verdict.action == "roll back":
+            roll_back(run, verdict)
+            history = [metrics for metrics in history if metrics["step"] <= state["step"]]
+            bar.update(state["step"] - bar.n)
+            continue
+        state["step"] = step = run.step
+        control_kl(cfg, state, metrics["objective/kl_per_token"])
+        if cfg.eval_every and step % cfg.eval_every == 0:
+            with timer("eval"):
+                metrics |= answer_held_out(run)
+        seconds = timer.seconds | {"total": sum(timer.seconds.values())}
+        metrics |= {f"time/{phase}": s for phase, s in seconds.items()} | rates
+        metrics["rollout/tokens_per_second"] = sum(len(r.response_ids) for r in rollouts) / seconds["rollout"]
+        metrics["memory/peak_gb"] = peak_memory_gb(run.device)
+        run.metrics.log(step, metrics)
+        history.append({"step": step, **metrics})
+        bar.update(1)
+        steps_run += 1
+        if run.is_main and (step % cfg.log_every == 0 or step == run.total_steps):
+            left = tracking.remaining(steps_run, steps_run + run.total_steps - step, time.time() - clock)
+            print(
+                f"step {step}/{run.total_steps}  score {metrics['objective/score_mean']:+.3f}  "
+                f"KL/token {metrics['objective/kl_per_token']:.4f}  length {metrics['rollout/response_length_mean']:.1f}  "
+                f"entropy {metrics['objective/entropy']:.2f}  clipped {metrics.get('policy/clip_fraction', 0.0):.3f}  "
+                f"{seconds['total']:.1f} s  left {left}",
+                flush=True,
+            )
+        if cfg.save_every and step % cfg.save_every == 0:
+            save_checkpoint(run.folder, accelerator, run.model, run.optimizer, state, cfg.keep_last)
+    bar.close()
+
+    save_final(run.roles, run.tokenizer, cfg, run.folder, run.is_main)
+    write_report(run)
+    if run.is_main:
+        record_run(run.folder, cfg, started)
+        print(f"peak memory {peak_memory_gb(run.device):.2f} GB; wrote {run.folder / 'final'}", flush=True)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return history
 
 
 if __name__ == "__main__":

@@ -18,32 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from utils import launch
 from utils.checkpoint import load_checkpoint, save_checkpoint
-from utils.config import (
-    LoraOptions,
-    ModelConfig,
-    UserError,
-    check_output_dir,
-    check_same_config,
-    open_output_dir,
-    record_run,
-    run_stage,
-    write_json,
-)
+from utils.config import AtLeast0, Count, LoraOptions, ModelConfig, Positive, UserError, WholeNumber, check_ranges
 from utils.data import encode_dialogues, encode_responses, load_rows, show
-from utils.launch import (
-    accumulating,
-    backward,
-    clip_grad_norm,
-    gather_lists,
-    load_device,
-    prepare,
-    split_for_rank,
-    start_accelerator,
-    step_optimizer,
-    unwrap,
-    whole,
-)
+from utils.files import write_json
 from utils.loader import Batches
 from utils.models import (
     adapter_base,
@@ -62,7 +41,8 @@ from utils.models import (
     template_fingerprint,
     write_stats,
 )
-from utils.tensors import pad_rows
+from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
+from utils.tensors import longest_first, pad_rows
 from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, start_trackers
 
 
@@ -77,27 +57,27 @@ class RewardTrainConfig:
     save_format: Literal["merged", "adapter"] | None = None
     """merged (default): a whole model. adapter: the LoRA weights and the head, which PPO can put on the
     backbone it already holds"""
-    train_batch_size: int = 32
+    train_batch_size: Count = 32
     """pairs an optimizer step, all ranks together"""
-    micro_batch_size_per_gpu: int = 8
+    micro_batch_size_per_gpu: Count = 8
     """pairs a forward pass on one rank; changes memory and speed, never the result"""
-    epochs: float = 1.0
+    epochs: Positive = 1.0
     """passes over the training pairs"""
-    max_pairs: int | None = None
+    max_pairs: Count | None = None
     """use only the first so many training pairs"""
-    lr: float = 1e-4
+    lr: AtLeast0 = 1e-4
     """peak learning rate: linear warm-up over the first tenth of the steps, then linear to 0"""
     weight_decay: float = 0.0
     """of AdamW"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: AtLeast0 = 1.0
     """gradients are scaled down to this norm"""
     centering_coef: float = 0.0
     """weight of (chosen + rejected)^2, which keeps scores near 0 (Eisenstein et al. 2023)"""
-    eval_every: int = 0
+    eval_every: WholeNumber = 0
     """steps between evaluations on the test split; 0 = only at the end"""
-    save_every: int = 0
+    save_every: WholeNumber = 0
     """steps between checkpoints; 0 = none"""
-    log_every: int = 5
+    log_every: Count = 5
     """steps between lines on the terminal"""
     resume: Literal["auto"] | None = None
     """auto: go on from the newest checkpoint of output_dir, or start"""
@@ -105,8 +85,19 @@ class RewardTrainConfig:
     """replace the output of an earlier run"""
     report_to: Literal["tensorboard", "wandb", "trackio", "none"] = "tensorboard"
     """tracker, beside metrics.jsonl; wandb and trackio must be installed"""
-    seed: int = 0
+    seed: WholeNumber = 0
     """of the new weights and the data order"""
+
+
+def check_config(cfg: RewardTrainConfig) -> None:
+    """Everything that can be refused before a model is loaded."""
+    check_ranges(cfg)
+    if cfg.save_format == "adapter" and adapter_base(cfg.model.path):
+        raise UserError(
+            "save_format adapter needs a plain model.path: a LoRA folder is merged first, and no saved model would fit the adapter"
+        )
+    if cfg.save_format == "adapter" and cfg.lora is None:
+        raise UserError("save_format adapter needs lora; with lora null the whole model is trained and saved")
 
 
 # ------------------------------------------------------------------------------------------------------- math
@@ -188,8 +179,12 @@ def batch_pairs(pairs: list[dict], pad_id: int) -> dict:
 
 def micro_batches(pairs: list[dict], pad_id: int, size: int) -> list[dict]:
     """Pairs, longest first, in batches of at most `size`: equal lengths together leave little padding."""
-    ordered = sorted(pairs, key=lambda p: -max(len(p["chosen"]), len(p["rejected"])))
-    return [batch_pairs(ordered[i : i + size], pad_id) for i in range(0, len(ordered), size)]
+    return [batch_pairs([pairs[i] for i in rows], pad_id) for rows in longest_first(lengths_of(pairs), size)]
+
+
+def lengths_of(pairs: list[dict]) -> list[int]:
+    """Tokens of each pair's longer side."""
+    return [max(len(p["chosen"]), len(p["rejected"])) for p in pairs]
 
 
 # ------------------------------------------------------------------------------------------------------ model
@@ -241,20 +236,18 @@ def score_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, ac
     All ranks run equally many forwards, which ZeRO-3 needs; one without pairs left runs the first pair again.
     """
     world = accelerator.num_processes
-    mine = split_for_rank(list(enumerate(pairs)), accelerator.process_index, world)
-    mine.sort(key=lambda item: -max(len(item[1]["chosen"]), len(item[1]["rejected"])))
-    model = unwrap(model)
-    results = []
+    mine = launch.split_for_rank(list(enumerate(pairs)), accelerator.process_index, world)
+    batches = longest_first(lengths_of([pair for _, pair in mine]), micro_batch_size)
+    rounds = math.ceil(math.ceil(len(pairs) / world) / micro_batch_size)
+    model, device, results = launch.unwrap(model), accelerator.device, []
     with progress_bar(label="evaluating", unit="pairs", total=len(mine)) as bar:
-        for start in range(0, math.ceil(len(pairs) / world), micro_batch_size):
-            part = mine[start : start + micro_batch_size]
+        for rows in batches + [[]] * (rounds - len(batches)):
+            part = [mine[i] for i in rows]
             batch = batch_pairs([pair for _, pair in part] or pairs[:1], pad_id)
-            scores = model(
-                batch["input_ids"].to(accelerator.device), batch["attention_mask"].to(accelerator.device)
-            ).cpu()
+            scores = model(batch["input_ids"].to(device), batch["attention_mask"].to(device)).cpu()
             results += [(i, scores[k].item(), scores[k + len(part)].item()) for k, (i, _) in enumerate(part)]
             bar.update(len(part))
-    results = sorted(gather_lists(results))
+    results = sorted(launch.gather_lists(results))
     return torch.tensor([r[1] for r in results]), torch.tensor([r[2] for r in results])
 
 
@@ -275,6 +268,73 @@ def evaluate_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int,
     }
 
 
+# ----------------------------------------------------------------------------------------------------- update
+
+
+def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig, accelerator) -> dict[str, float]:
+    """One update from this rank's micro-batches (perhaps none) and those of the others: the gradient of the mean loss over all pairs.
+
+    Ranks with fewer micro-batches run a pair of one token at weight 0, so that all run the same number of forwards.
+    Without a pair on any rank nothing is updated, and `pairs` of the result is 0.
+    """
+    device = accelerator.device
+    mine = torch.tensor([[sum(len(batch["ids"]) for batch in batches), len(batches)]], device=device)
+    counts = accelerator.gather(mine)  # (W, 2)
+    pairs, rounds = counts[:, 0].sum().item(), counts[:, 1].max().item()
+    if not pairs:
+        return {"pairs": 0}
+    nothing = batch_pairs([{"id": "", "margin": None, "chosen": [0], "rejected": [0]}], 0) | {"ids": []}
+    sums = torch.zeros(3, device=device)
+    for i in range(rounds):
+        batch = batches[i] if i < len(batches) else nothing
+        input_ids, mask, margin = (
+            batch[name].to(device, non_blocking=True) for name in ("input_ids", "attention_mask", "margin")
+        )
+        weight = len(batch["ids"]) / pairs * accelerator.num_processes  # ranks' gradients are averaged
+        last = i == rounds - 1
+        with launch.accumulating(accelerator, model, last):
+            chosen, rejected = model(input_ids, mask).chunk(2)
+            loss, info = bradley_terry_loss(chosen, rejected, margin)
+            if cfg.centering_coef:
+                loss = loss + cfg.centering_coef * ((chosen + rejected) ** 2).mean()
+            if not torch.isfinite(loss):
+                raise UserError(
+                    f"the loss is {loss.item()}; rows {', '.join(batch['ids'])}; lower lr or use model.dtype float32"
+                )
+            launch.backward(accelerator, model, loss * weight, last)
+        sums += torch.stack([loss.detach(), info["accuracy"], info["margin"]]) * len(batch["ids"])
+    grad_norm = launch.clip_grad_norm(
+        accelerator, [p for p in model.parameters() if p.requires_grad], cfg.max_grad_norm
+    )
+    launch.step_optimizer(accelerator, model, optimizer)
+    loss, accuracy, margin = (accelerator.reduce(sums, "sum") / pairs).tolist()
+    return {"loss": loss, "accuracy": accuracy, "margin": margin, "grad_norm": grad_norm, "pairs": pairs}
+
+
+def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Path, is_main: bool = True) -> None:
+    """All ranks call it, the first one writes."""
+    state = (
+        {}
+        if cfg.save_format == "adapter"
+        else merged_state_dict(model.model, "default" if cfg.lora else None, keep=is_main)
+    )
+    with (
+        launch.whole(p for p in model.parameters() if p.requires_grad)
+        if cfg.lora
+        else launch.whole(model.head().parameters())
+    ):
+        if not is_main:
+            return
+        model.base.config.pad_token_id = tokenizer.pad_token_id
+        model.base.config.num_labels = 1
+        if cfg.save_format == "adapter":
+            save_adapter(model.model, "default", folder, head=model.head().weight)
+        else:
+            state["score.weight"] = model.head().weight.detach().cpu().to(state[next(iter(state))].dtype)
+            save_model(model.model, state, tokenizer, folder)
+        tokenizer.save_pretrained(folder)
+
+
 # ------------------------------------------------------------------------------------------------------ train
 
 
@@ -286,14 +346,14 @@ def train(cfg: RewardTrainConfig) -> dict:
     check_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume, can_resume=True)
     if cfg.resume:
         check_same_config(folder, cfg)
-    accelerator = start_accelerator(folder, cfg.report_to, cfg.seed)
+    accelerator = launch.start_accelerator(folder, cfg.report_to, cfg.seed)
     device, world, is_main = accelerator.device, accelerator.num_processes, accelerator.is_main_process
 
     # 1. data and model
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
     test_rows = load_rows(cfg.data, "test", ("preference",))
     with accelerator.main_process_first():
-        model = build_model(cfg, device, load_device(accelerator))
+        model = build_model(cfg, device, launch.load_device(accelerator))
     positions, pad_id, micro = max_positions(model.base), tokenizer.pad_token_id, cfg.micro_batch_size_per_gpu
     test_pairs = encode_pairs(test_rows, tokenizer, positions)
     if not test_pairs:
@@ -317,7 +377,7 @@ def train(cfg: RewardTrainConfig) -> dict:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
     trained = sum(p.numel() for p in parameters)
-    model, optimizer = prepare(accelerator, model, optimizer, cfg.micro_batch_size_per_gpu)
+    model, optimizer = launch.prepare(accelerator, model, optimizer, cfg.micro_batch_size_per_gpu)
     start_trackers(accelerator, cfg)
 
     # 2. resume
@@ -328,7 +388,7 @@ def train(cfg: RewardTrainConfig) -> dict:
     if is_main:
         print(
             f"{loader.rows} train pairs, {len(test_pairs)} test pairs; {steps} steps of {cfg.train_batch_size} pairs on {world} "
-            f"rank(s); {trained:,} trained weights; {str(unwrap(model).dtype).removeprefix('torch.')} on {device}",
+            f"rank(s); {trained:,} trained weights; {str(launch.unwrap(model).dtype).removeprefix('torch.')} on {device}",
             flush=True,
         )
 
@@ -372,7 +432,7 @@ def train(cfg: RewardTrainConfig) -> dict:
 
     # 4. evaluate and save
     result = evaluate_pairs(model, test_pairs, pad_id, micro, accelerator)
-    save_final(unwrap(model), tokenizer, cfg, folder / "final", is_main)
+    save_final(launch.unwrap(model), tokenizer, cfg, folder / "final", is_main)
     if is_main:
         result["template_fingerprint"] = template_fingerprint(tokenizer)
         write_stats(folder / "final", result)
@@ -386,78 +446,6 @@ def train(cfg: RewardTrainConfig) -> dict:
         print(f"wrote {folder / 'final'}", flush=True)
     accelerator.end_training()
     return result
-
-
-def check_config(cfg: RewardTrainConfig) -> None:
-    for name in ("train_batch_size", "micro_batch_size_per_gpu", "log_every", "max_pairs"):
-        if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
-            raise UserError(f"{name} must be at least 1")
-    if cfg.epochs <= 0 or cfg.lr < 0 or cfg.seed < 0:
-        raise UserError("epochs must be above 0, lr and seed not negative")
-    if cfg.save_format == "adapter" and adapter_base(cfg.model.path):
-        raise UserError(
-            "save_format adapter needs a plain model.path: a LoRA folder is merged first, and no saved model would fit the adapter"
-        )
-    if cfg.save_format == "adapter" and cfg.lora is None:
-        raise UserError("save_format adapter needs lora; with lora null the whole model is trained and saved")
-
-
-def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig, accelerator) -> dict[str, float]:
-    """One update from this rank's micro-batches (perhaps none) and those of the others: the gradient of the mean loss over all pairs.
-
-    Ranks with fewer micro-batches run a pair of one token at weight 0, so that all run the same number of forwards.
-    Without a pair on any rank nothing is updated, and `pairs` of the result is 0.
-    """
-    device = accelerator.device
-    mine = torch.tensor([[sum(len(batch["ids"]) for batch in batches), len(batches)]], device=device)
-    counts = accelerator.gather(mine)  # (W, 2)
-    pairs, rounds = counts[:, 0].sum().item(), counts[:, 1].max().item()
-    if not pairs:
-        return {"pairs": 0}
-    nothing = batch_pairs([{"id": "", "margin": None, "chosen": [0], "rejected": [0]}], 0) | {"ids": []}
-    sums = torch.zeros(3, device=device)
-    for i in range(rounds):
-        batch = batches[i] if i < len(batches) else nothing
-        input_ids, mask, margin = (
-            batch[name].to(device, non_blocking=True) for name in ("input_ids", "attention_mask", "margin")
-        )
-        weight = len(batch["ids"]) / pairs * accelerator.num_processes  # ranks' gradients are averaged
-        last = i == rounds - 1
-        with accumulating(accelerator, model, last):
-            chosen, rejected = model(input_ids, mask).chunk(2)
-            loss, info = bradley_terry_loss(chosen, rejected, margin)
-            if cfg.centering_coef:
-                loss = loss + cfg.centering_coef * ((chosen + rejected) ** 2).mean()
-            if not torch.isfinite(loss):
-                raise UserError(
-                    f"the loss is {loss.item()}; rows {', '.join(batch['ids'])}; lower lr or use model.dtype float32"
-                )
-            backward(accelerator, model, loss * weight, last)
-        sums += torch.stack([loss.detach(), info["accuracy"], info["margin"]]) * len(batch["ids"])
-    grad_norm = clip_grad_norm(accelerator, [p for p in model.parameters() if p.requires_grad], cfg.max_grad_norm)
-    step_optimizer(accelerator, model, optimizer)
-    loss, accuracy, margin = (accelerator.reduce(sums, "sum") / pairs).tolist()
-    return {"loss": loss, "accuracy": accuracy, "margin": margin, "grad_norm": grad_norm, "pairs": pairs}
-
-
-def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Path, is_main: bool = True) -> None:
-    """All ranks call it, the first one writes."""
-    state = (
-        {}
-        if cfg.save_format == "adapter"
-        else merged_state_dict(model.model, "default" if cfg.lora else None, keep=is_main)
-    )
-    with whole(p for p in model.parameters() if p.requires_grad) if cfg.lora else whole(model.head().parameters()):
-        if not is_main:
-            return
-        model.base.config.pad_token_id = tokenizer.pad_token_id
-        model.base.config.num_labels = 1
-        if cfg.save_format == "adapter":
-            save_adapter(model.model, "default", folder, head=model.head().weight)
-        else:
-            state["score.weight"] = model.head().weight.detach().cpu().to(state[next(iter(state))].dtype)
-            save_model(model.model, state, tokenizer, folder)
-        tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

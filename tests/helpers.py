@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
-from train_ppo import PPOConfig, Rollout, add_logprobs_and_values
+from train_ppo import PPOConfig, Rollout, Run, add_logprobs_and_values, new_state
 from utils.config import LoraOptions, ModelConfig
+from utils.guards import Guards
 from utils.rewards import RewardConfig
 
 ROOT = Path(__file__).parent.parent
@@ -131,6 +133,15 @@ def given_rollouts(cfg, model):
         row.logprobs = [x + 0.1 * float(torch.randn(())) for x in row.logprobs]
         row.values = [float(torch.randn(())) for _ in row.logprobs]
     return rows
+
+
+def run_of(cfg, roles, optimizer, guards=None, step=1, **changes):
+    """A run in its `step`-th step with kl_coef 0.1, for `update`; changes: other fields of Run."""
+    state = new_state(cfg) | {"step": step - 1, "draw": step, "kl_coef": 0.1}
+    fields = dict(cfg=cfg, roles=roles, model=roles, optimizer=optimizer, state=state, pad_id=0)
+    fields["accelerator"] = Accelerator(cpu=True) if "accelerator" not in changes else None
+    fields["guards"] = guards or Guards(cfg.guards, Path("."), state, False)
+    return Run(**fields | changes)
 
 
 def weights_of(folder):

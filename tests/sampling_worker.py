@@ -7,10 +7,11 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 from train_ppo import seed_sampling
-from utils.config import ModelConfig, leave
+from utils.config import ModelConfig
 from utils.launch import start_accelerator
 from utils.models import load_causal_lm
 from utils.rollout import generate
+from utils.run import leave
 
 accelerator = start_accelerator(Path("."), "none", 0)
 model = load_causal_lm(ModelConfig(sys.argv[1]), accelerator.device)

@@ -12,7 +12,8 @@ from evaluate import EvaluateConfig
 from prepare_data import DataConfig
 from train_ppo import PPOConfig, check_config, count_steps
 from train_reward import RewardTrainConfig
-from utils.config import UserError, known_keys, open_output_dir, parse_config
+from utils.config import UserError, known_keys, parse_config
+from utils.run import open_output_dir
 
 PPO = ["--model.path", "m", "--data", "d", "--output_dir", "o", "--reward_model.path", "r", "--total_steps", "1"]
 
@@ -102,7 +103,7 @@ def test_every_option_is_described(config, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--rollout.temperature", "0"], "temperature must be above 0"),
+        (["--rollout.temperature", "0"], "rollout.temperature 0.0 must be above 0"),
         (["--algorithm.kl_ctrl.method", "adaptive"], "needs target_kl"),
         (["--algorithm.kl_ctrl.method", "adaptive", "--algorithm.kl_ctrl.target_kl", "-1"], "needs target_kl"),
         (
@@ -114,7 +115,7 @@ def test_every_option_is_described(config, capsys):
                 "--algorithm.kl_ctrl.horizon",
                 "0",
             ],
-            "horizon must be",
+            "algorithm.kl_ctrl.horizon 0 must be at least 1",
         ),
         (["--algorithm.kl_ctrl.target_kl", "0.1"], "have no effect with method fixed"),
         (["--reward_model.rule", "gsm8k"], "reward_model.rule has no effect"),
@@ -133,7 +134,7 @@ def test_every_option_is_described(config, capsys):
         ),
         (["--algorithm.kl_in", "loss", "--algorithm.kl_estimator", "k1"], "k1 has a gradient of 0"),
         (["--algorithm.clip_ratio_c", "1.1"], r"clip_ratio_c must be above 1 \+ clip_ratio"),
-        (["--score.clip", "0"], "score.clip must be above 0"),
+        (["--score.clip", "0"], "score.clip 0.0 must be above 0"),
         (["--algorithm.adv_estimator", "rloo"], "set rollout.n to 2"),
         (
             [
@@ -168,10 +169,11 @@ def test_every_option_is_described(config, capsys):
         (["--lora", "null"], "critic.kind adapter needs lora"),
         (["--critic.loss_coef", "0.5"], "critic.loss_coef has no effect"),
         (["--total_epochs", "1"], "total_steps or total_epochs"),
-        (["--total_steps", "0"], "must be above 0"),
-        (["--lr", "-1"], "lr and critic.lr must be above 0"),
-        (["--critic.lr", "0"], "lr and critic.lr must be above 0"),
-        (["--seed", "-1"], "seed must not be negative"),
+        (["--total_steps", "0"], "total_steps 0 must be at least 1"),
+        (["--lr", "-1"], "^lr -1.0 must be above 0"),
+        (["--lr", "nan"], "^lr nan must be above 0"),
+        (["--critic.lr", "0"], "critic.lr 0.0 must be above 0"),
+        (["--seed", "-1"], "seed -1 must be at least 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, message):
@@ -209,7 +211,9 @@ def test_batch_sizes_that_do_not_divide(batch, mini, micro, n, world, message):
         n,
     ]
     with pytest.raises(UserError, match=message):
-        count_steps(ppo(*map(str, sizes)), 100, world)
+        cfg = ppo(*map(str, sizes))
+        check_config(cfg)
+        count_steps(cfg, 100, world)
 
 
 def test_steps_of_epochs():
@@ -236,7 +240,7 @@ def test_null_for_a_branch_that_is_not_optional():
 
 
 def test_a_resumed_run_keeps_its_configuration(tmp_path):
-    from utils.config import check_same_config, record_run
+    from utils.run import check_same_config, record_run
 
     cfg = ppo("--seed", "3")
     record_run(tmp_path, cfg)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from helpers import CPU, ROOT, base_config, given_rollouts, ppo_config, stir, weights_of
+from helpers import CPU, ROOT, base_config, given_rollouts, ppo_config, run_of, stir, weights_of
 from safetensors.torch import load_file
 
 import train_ppo
@@ -30,9 +30,9 @@ from train_ppo import (
     update,
 )
 from utils.checkpoint import load_checkpoint
-from utils.config import RunStopped, UserError, to_dict
+from utils.config import RunStopped, UserError
 from utils.data import load_prompts
-from utils.guards import GuardConfig, Guards, RollBack, SkipRest
+from utils.guards import GO_ON, GuardConfig, Guards, Verdict
 from utils.rewards import RewardConfig
 
 
@@ -64,14 +64,12 @@ def healthy(**changes):
 
 def test_update_kl_by_value(tmp_path):
     guard = guards(tmp_path, update_kl=0.02)
-    guard.check_update(3, 0.02)
-    with pytest.raises(SkipRest):
-        guard.check_update(3, 0.03)
-    guard.check_update(3, 0.03, last=True)  # nothing is left to skip
+    assert guard.check_update(3, 0.02) == GO_ON
+    assert guard.check_update(3, 0.03) == Verdict("skip rest", "update_kl")
+    assert guard.check_update(3, 0.03, last=True) == GO_ON  # nothing is left to skip
     for value in (0.05, float("nan"), float("inf")):
-        with pytest.raises(RollBack) as problem:
-            guard.check_update(3, value)
-        assert (problem.value.before, problem.value.lr_factor, problem.value.kl_factor) == (2, 0.1, 1.0)
+        expected = Verdict("roll back", "update_kl", before=2, lr_factor=0.1, kl_factor=1.0)
+        assert guard.check_update(3, value) == guard.check_update(3, value, last=True) == expected
     assert [(e["guard"], e["action"], e["step"], e["limit"]) for e in events(tmp_path)[:2]] == [
         ("update_kl", "skipping the rest of the step", 3, 0.02),
         ("update_kl", "rolling back", 3, 0.02),
@@ -92,12 +90,12 @@ def test_update_kl_skips_what_is_left_of_the_step(tiny, tmp_path):
         guard = guards(tmp_path, update_kl=limit)
         seen = []
         check = guard.check_update
-        guard.check_update = lambda step, kl, last=False: (seen.append(kl), check(step, kl, last))
+        guard.check_update = lambda step, kl, last=False: seen.append(kl) or check(step, kl, last)
         if once:
             order = torch.randperm(8, generator=torch.Generator().manual_seed(101)).tolist()
-            mini_batch_step(order[:4], rows, tensors, model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1, None)
+            mini_batch_step(run_of(cfg, model, optimizer), order[:4], rows, tensors)
         else:
-            update(rows, tensors, model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1, guard)
+            update(run_of(cfg, model, optimizer, guard), rows, tensors)
         return {n: p.detach().clone() for n, p in model.trainable().items()}, seen
 
     _, seen = run(1e9)
@@ -118,27 +116,28 @@ def test_bad_gradients_are_skipped_then_rolled_back(tiny, tmp_path):
     optimizer = torch.optim.AdamW(model.trainable().values(), lr=0.1)
     before = {n: p.detach().clone() for n, p in model.trainable().items()}
     guard = guards(tmp_path, update_kl=None, grad_norm=1e-9, max_skips=3)
-    update(rows, tensors, model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1, guard)
+    _, verdict = update(run_of(cfg, model, optimizer, guard), rows, tensors)
+    assert verdict.action == "skip step"
     assert (
         all(torch.equal(p, before[n]) and p.grad is None for n, p in model.trainable().items()) and not optimizer.state
     )
     assert guard.state["skips"] == 2 and len(events(tmp_path)) == 2  # one for each optimizer step
-    with pytest.raises(RollBack):
-        update(rows, tensors, model, optimizer, cfg, 2, 0, Accelerator(cpu=True), 0.1, guard)
+    _, verdict = update(run_of(cfg, model, optimizer, guard, step=2), rows, tensors)
+    assert verdict == Verdict("roll back", "grad_norm", before=1, lr_factor=0.1)
     assert {e["guard"] for e in events(tmp_path)} == {"grad_norm"} and events(tmp_path)[-1]["action"] == "rolling back"
     guard = guards(tmp_path, update_kl=None, grad_norm=None)  # no limit, but not finite is bad all the same
-    assert not guard.gradients_are_good(1, {"policy": 1e9, "critic": float("nan")}) and guard.state["skips"] == 1
-    update(rows, tensors, model, optimizer, cfg, 3, 0, Accelerator(cpu=True), 0.1, guard)
+    assert guard.check_gradients(1, {"policy": 1e9, "critic": float("nan")}) == Verdict("skip step", "grad_norm")
+    assert guard.state["skips"] == 1
+    update(run_of(cfg, model, optimizer, guard, step=3), rows, tensors)
     assert guard.state["skips"] == 0 and any(not torch.equal(p, before[n]) for n, p in model.trainable().items())
 
 
 def test_reference_kl_goes_back_to_what_is_known_to_be_good(tmp_path):
     """KL is measured on the rollouts of step 7, so the policy after step 6 is bad and that after step 5 was good."""
     guard = guards(tmp_path, reference_kl=0.5)
-    guard.check_rollouts(7, healthy(**{"objective/kl_per_token": 0.5}), [], [], "d")
-    with pytest.raises(RollBack) as problem:
-        guard.check_rollouts(7, healthy(**{"objective/kl_per_token": float("nan")}), [], [], "d")
-    assert (problem.value.before, problem.value.lr_factor, problem.value.kl_factor) == (5, 1.0, 2.0)
+    assert guard.check_rollouts(7, healthy(**{"objective/kl_per_token": 0.5}), [], [], "d") == GO_ON
+    verdict = guard.check_rollouts(7, healthy(**{"objective/kl_per_token": float("nan")}), [], [], "d")
+    assert verdict == Verdict("roll back", "reference_kl", before=5, lr_factor=1.0, kl_factor=2.0)
 
 
 @pytest.mark.parametrize(
@@ -179,21 +178,9 @@ def test_a_first_ratio_that_is_not_one_is_explained(tiny, tmp_path):
     rows = given_rollouts(dataclasses.replace(cfg, rollout=RolloutConfig(temperature=0.5)), model)
     tensors, _ = experience(rows, cfg, 0.1)
     guard = Guards(GuardConfig(), tmp_path, new_state(cfg), True)
-    update(
-        rows,
-        tensors,
-        model,
-        torch.optim.SGD(model.trainable().values(), lr=0.0),
-        cfg,
-        1,
-        0,
-        Accelerator(cpu=True),
-        0.1,
-        guard,
-    )
-    assert [e["guard"] for e in events(tmp_path)] == ["first_ratio"] and "temperature" in events(tmp_path)[0][
-        "message"
-    ]
+    update(run_of(cfg, model, torch.optim.SGD(model.trainable().values(), lr=0.0), guard), rows, tensors)
+    (event,) = events(tmp_path)
+    assert event["guard"] == "first_ratio" and "temperature" in event["message"]
 
 
 # --- whole runs
@@ -278,7 +265,7 @@ def test_rolling_back_never_deletes_the_last_checkpoint_and_adds_up(tiny, prefer
         if crossing and step == crossing[0]:
             crossing[:] = [next(bad, None)]
             metrics = metrics | {"objective/kl_per_token": 9.0}
-        check(self, step, metrics, *rest)
+        return check(self, step, metrics, *rest)
 
     monkeypatch.setattr(Guards, "check_rollouts", check_rollouts)
     cfg = base_config(
@@ -326,18 +313,8 @@ def test_without_a_limit_on_update_kl_no_forward_is_spent_on_it(tiny, tmp_path, 
     model = build_roles(cfg, CPU)
     rows = given_rollouts(cfg, model)
     optimizer = torch.optim.SGD(model.trainable().values(), lr=0.1)
-    update(
-        rows,
-        experience(rows, cfg, 0.1)[0],
-        model,
-        optimizer,
-        cfg,
-        1,
-        0,
-        Accelerator(cpu=True),
-        0.1,
-        guards(tmp_path, update_kl=None),
-    )
+    run = run_of(cfg, model, optimizer, guards(tmp_path, update_kl=None))
+    update(run, rows, experience(rows, cfg, 0.1)[0])
 
 
 def test_steps_that_were_all_skipped_can_be_gone_on_from(tiny, preferences, tmp_path):
@@ -394,7 +371,7 @@ def test_exit_code_3(tiny, preferences, tmp_path):
         save_every=1,
         guards=GuardConfig(enabled=True, reference_kl=1e-9, max_rollbacks=0, update_kl=None),
     )
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(cfg)))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(dataclasses.asdict(cfg)))
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, str(ROOT / "train_ppo.py"), "--config", str(tmp_path / "run.yaml")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -468,7 +445,7 @@ def test_killed_at_any_moment_a_run_ends_as_if_it_had_not_been(tiny, preferences
             resume="auto",
             algorithm=AlgorithmConfig(kl_coef=0.02),
         )
-        (tmp_path / f"{folder}.yaml").write_text(yaml.safe_dump(to_dict(cfg)))
+        (tmp_path / f"{folder}.yaml").write_text(yaml.safe_dump(dataclasses.asdict(cfg)))
         return [sys.executable, str(ROOT / "train_ppo.py"), "--config", str(tmp_path / f"{folder}.yaml")]
 
     subprocess.run(command("straight"), env=environment, check=True, capture_output=True)

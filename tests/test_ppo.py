@@ -18,6 +18,7 @@ from helpers import (
     launch,
     ppo_config,
     rollouts,
+    run_of,
     stir,
     tiny_llama,
     weights_of,
@@ -39,7 +40,7 @@ from train_ppo import (
 )
 from train_reward import RewardTrainConfig, build_model, encode_pairs, micro_batches, optimizer_step
 from train_reward import train as train_reward_model
-from utils.config import LoraOptions, ModelConfig, UserError, to_dict
+from utils.config import LoraOptions, ModelConfig, UserError
 from utils.data import load_rows
 from utils.guards import GuardConfig
 from utils.rewards import RewardConfig
@@ -63,7 +64,7 @@ def updated(cfg, pad_id=0):
     rows = given_rollouts(cfg, model)
     optimizer = torch.optim.SGD([{"params": parameters} for parameters in model.groups().values()], lr=0.1)
     tensors, values = experience(rows, cfg, 0.1)
-    metrics = update(rows, tensors, model, optimizer, cfg, 1, pad_id, Accelerator(cpu=True), 0.1)
+    metrics, _ = update(run_of(cfg, model, optimizer, pad_id=pad_id), rows, tensors)
     return {n: p.detach().clone() for n, p in model.trainable().items()}, metrics | values
 
 
@@ -120,7 +121,7 @@ def test_before_the_first_update_ratio_is_one_and_kl_zero(tiny, variant):
         0, abs=1e-5
     )
     optimizer = torch.optim.SGD(model.trainable().values(), lr=0.1)
-    metrics = update(rows, tensors, model, optimizer, cfg, 1, 0, Accelerator(cpu=True), 0.1)
+    metrics, _ = update(run_of(cfg, model, optimizer), rows, tensors)
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["policy/approx_kl"] == pytest.approx(
         0, abs=1e-5
     )
@@ -145,17 +146,9 @@ def test_kl_in_the_loss_pulls_towards_the_reference(tiny):
         add_logprobs_and_values(rows, model, cfg, 0, CPU)
         tensors, before = experience(rows, cfg, 0.1)
         assert not tensors["advantages"].any()
-        update(
-            rows,
-            tensors,
-            model,
-            torch.optim.SGD(model.trainable().values(), lr=0.05),
-            cfg,
-            1,
-            0,
-            Accelerator(cpu=True),
-            1.0,
-        )
+        run = run_of(cfg, model, torch.optim.SGD(model.trainable().values(), lr=0.05))
+        run.state["kl_coef"] = 1.0
+        update(run, rows, tensors)
         add_logprobs_and_values(rows, model, cfg, 0, CPU)
         after = experience(rows, cfg, 0.1)[1]
         assert after["objective/kl_per_token"] < 0.5 * before["objective/kl_per_token"], estimator
@@ -641,7 +634,7 @@ def test_resume_under_zero3_is_bit_equal_and_its_checkpoint_opens_in_one_process
             critic=CriticConfig("shared", warmup_steps=1),
         )
         config = tmp_path / f"{folder}.yaml"
-        config.write_text(yaml.safe_dump(to_dict(cfg)))
+        config.write_text(yaml.safe_dump(dataclasses.asdict(cfg)))
         launch("zero3.yaml", ROOT / "train_ppo.py", "--config", config, *more)
         return cfg
 
@@ -670,7 +663,7 @@ def test_ranks_roll_back_together(tiny, preferences, tmp_path, config):
         save_every=1,
         guards=GuardConfig(enabled=True, update_kl=None, reward_std=None, reference_kl=1e-9, max_rollbacks=1),
     )
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(cfg)))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(dataclasses.asdict(cfg)))
     out = launch(config, ROOT / "train_ppo.py", "--config", tmp_path / "run.yaml", succeeds=False)
     assert (
         "stopped: guards.max_rollbacks 1 is used up at step 2" in out

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import torch
-from helpers import given_rollouts, ppo_config, stir
+from helpers import given_rollouts, ppo_config, run_of, stir
 
 from train_ppo import AlgorithmConfig, CriticConfig, RolloutConfig, build_roles, experience, new_state, update
 from train_reward import RewardTrainConfig, build_model, micro_batches, optimizer_step
 from utils.checkpoint import trained_parameters, training_state
-from utils.config import LoraOptions, ModelConfig, leave
-from utils.guards import GuardConfig, Guards
+from utils.config import LoraOptions, ModelConfig
+from utils.guards import GO_ON, GuardConfig, Guards, Verdict
 from utils.launch import load_device, prepare, start_accelerator
+from utils.run import leave
 
 
 def result(model, optimizer, metrics):
@@ -27,9 +28,9 @@ def result(model, optimizer, metrics):
 class FirstIsBad(Guards):
     """Skips the first optimizer step of the run."""
 
-    def gradients_are_good(self, step, norms):
+    def check_gradients(self, step, norms):
         self.state["skips"] += 1
-        return self.state["skips"] > 1
+        return GO_ON if self.state["skips"] > 1 else Verdict("skip step")
 
 
 def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, skip: bool = False, **changes):
@@ -49,11 +50,13 @@ def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, s
     optimizer = (
         torch.optim.AdamW(groups, lr=0.01, eps=1e-3, weight_decay=0.0) if adam else torch.optim.SGD(groups, lr=0.1)
     )
+    roles = model
     model, optimizer = prepare(accelerator, model, optimizer, 1)
     tensors, _ = experience(rows, cfg, 0.1)
     guards = FirstIsBad(GuardConfig(), Path("."), new_state(cfg), False) if skip else None
     for step in range(1, steps + 1):
-        metrics = update(rows, tensors, model, optimizer, cfg, step, 0, accelerator, 0.1, guards)
+        run = run_of(cfg, roles, optimizer, guards, step, model=model, accelerator=accelerator)
+        metrics, _ = update(run, rows, tensors)
     return result(model, optimizer, metrics)
 
 

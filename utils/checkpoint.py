@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from utils.config import UserError, write_json
+from utils.config import UserError
+from utils.files import replacing, write_json
 from utils.launch import unwrap
-from utils.models import replacing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS, OPTIMIZER, STATE = "trained.safetensors", "optimizer.safetensors", "state.json"

@@ -1,29 +1,76 @@
-"""Typed configuration, one-line errors, and what every run records about itself.
+"""Typed configuration and one-line errors.
 
 A stage declares nested frozen dataclasses; each field has a docstring below it, which becomes `--help`.
 Values come from `--config FILE.yaml` (as often as wanted) and from `--key.subkey value`; the last one wins.
 """
 
-import contextlib
 import dataclasses
 import difflib
-import json
-import os
-import subprocess
+import math
 import sys
-import time
 import types
 import typing
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 
 
 class UserError(Exception):
     """Bad input that the user can mend. The message is one line: what is wrong, where, and the way out."""
+
+
+class RunStopped(Exception):
+    """A run that ended itself before its end; the message says where it can go on from. Exit code 3."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number, both allowed unless `above`: then the lower one is not. Stands in `Annotated` types of options."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def __repr__(self) -> str:  # as --help and errors show it
+        if self.high < math.inf:
+            return f"between {self.low} and {self.high}"
+        return f"above {self.low}" if self.above else f"at least {self.low}"
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.above and value == self.low)
+
+
+Count = Annotated[int, Range(1)]
+WholeNumber = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(0, above=True)]
+AtLeast0 = Annotated[float, Range(0)]
+AtLeast1 = Annotated[float, Range(1)]
+Share = Annotated[float, Range(0, 1)]
+
+
+def check_ranges(config, prefix: str = "") -> None:
+    """Every number of a configuration lies within the range that its type states. Raises UserError."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check_ranges(value, f"{name}.")
+        elif value is not None:
+            for part in (hints[field.name], *typing.get_args(hints[field.name])):
+                for bounds in getattr(part, "__metadata__", ()):
+                    if not bounds.holds(value):
+                        raise UserError(f"{name} {value} must be {bounds}")
+
+
+def changed_keys(config) -> list[str]:
+    """Names of the options that differ from their defaults, required ones and branches aside."""
+    return [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.default is not dataclasses.MISSING and getattr(config, field.name) != field.default
+    ]
 
 
 @dataclass(frozen=True)
@@ -47,13 +94,13 @@ class ModelConfig:
 class LoraOptions:
     """Low-rank adapters (Hu et al. 2021); `lora: null` trains all weights instead."""
 
-    r: int = 16
+    r: Count = 16
     """rank"""
     lora_alpha: int = 16
     """the update is scaled by lora_alpha / r"""
     target_modules: str | list[str] = "all-linear"
     """names of the layers that get an adapter"""
-    last_layers: int | None = None
+    last_layers: Count | None = None
     """put adapters on the last so many transformer layers only, and end the backward pass there; null = on all"""
 
 
@@ -192,132 +239,3 @@ def flatten(values: dict, prefix: str = "") -> dict:
     for key, value in values.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
-
-
-# ---------------------------------------------------------------------------------------------------- running
-
-
-class RunStopped(Exception):
-    """A run that ended itself before its end; the message says where it can go on from. Exit code 3."""
-
-
-def run_stage(stage, config_class) -> None:
-    """The entry point of every stage file: parse, run, and turn bad input into one line and exit code 2."""
-    code = 0
-    try:
-        stage(parse_config(config_class))
-    except (UserError, RunStopped) as error:
-        stopped = isinstance(error, RunStopped)
-        print(f"{'stopped' if stopped else 'error'}: {error}", file=sys.stderr, flush=True)
-        code = 3 if stopped else 2
-    leave(code)
-
-
-def leave(code: int) -> None:
-    """End the process; at once where several run, for others may wait in a collective, and the native threads of the
-    collectives now and then abort a process that has done its work."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def check_output_dir(output_dir: str, overwrite: bool, resume: str | None = None, can_resume: bool = False) -> None:
-    """Refuse a folder with another run's files unless told what to do with it; changes nothing."""
-    folder = Path(output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output_dir {folder} is a file; choose a folder")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if resume:
-        if (folder / "final").exists() and not any(folder.glob("checkpoints/step_*")):
-            raise UserError(
-                f"output_dir {folder} holds a finished run without checkpoints, so it cannot go on; choose another one"
-            )
-        return
-    if not overwrite:
-        ways = "choose another one, " + ("continue it with --resume auto, " if can_resume else "")
-        raise UserError(f"output_dir {folder} is not empty; {ways}or replace it with --overwrite true")
-    if not (folder / "run.json").exists():
-        raise UserError(
-            f"output_dir {folder} holds files that no run wrote, so it is not replaced; choose another one"
-        )
-
-
-def open_output_dir(output_dir: str, overwrite: bool, resume: str | None = None, can_resume: bool = False) -> Path:
-    """Create the run's folder, in place of an earlier run's where asked. Call it when nothing else can be refused."""
-    import shutil
-
-    check_output_dir(output_dir, overwrite, resume, can_resume)
-    folder = Path(output_dir)
-    if folder.exists() and not resume:
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output_dir {folder} cannot be created ({error.strerror}); choose another one") from None
-    return folder
-
-
-def to_dict(config) -> dict:
-    return dataclasses.asdict(config)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def write_json(path: Path, value) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-MAY_CHANGE = {"output_dir", "total_steps", "total_epochs", "resume", "overwrite", "report_to"}
-MAY_CHANGE |= {"log_every", "save_every", "eval_every", "eval_prompts", "keep_last"}
-
-
-def check_same_config(folder: Path, config) -> None:
-    """A resumed run goes on with the configuration that it was started with, besides its length and its output."""
-    file = folder / "config.yaml"
-    if not file.is_file():
-        return
-
-    before, now = flatten(yaml.safe_load(file.read_text(encoding="utf-8"))), flatten(to_dict(config))
-    for key in sorted(set(before) | set(now)):
-        if key not in MAY_CHANGE and before.get(key) != now.get(key):
-            raise UserError(
-                f"{file}: the run was started with {key} {before.get(key)}, not {now.get(key)}; "
-                "resume with the same value, or choose another output_dir"
-            )
-
-
-def record_run(folder: Path, config, started: float | None = None) -> None:
-    """Write `config.yaml` (resolved) and `run.json` (command, commit, versions, seed, wall time in seconds).
-
-    Call it at the start, and again at the end with the start time.
-    """
-    write_text(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
-    versions = {"python": sys.version.split()[0]}
-    for name in ("torch", "transformers", "accelerate", "peft", "datasets", "pyarrow", "deepspeed"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    write_json(
-        folder / "run.json",
-        {
-            "command": " ".join(sys.argv),
-            "git_commit": commit,
-            "versions": versions,
-            "seed": getattr(config, "seed", None),
-            "world_size": int(os.environ.get("WORLD_SIZE", 1)),
-            "wall_time_seconds": round(time.time() - started, 1) if started else None,
-        },
-    )

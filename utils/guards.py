@@ -1,4 +1,4 @@
-"""Limits on a PPO run, and what happens when one is crossed, so that a run can be left alone.
+"""Limits on a PPO run, and what is done when one is crossed, so that a run can be left alone.
 
 Every event is one line on the terminal and one object in `events.jsonl`. All values are those of all ranks together, so
 the ranks always decide alike. What is remembered between steps stands in the run's `state`, which checkpoints keep.
@@ -8,6 +8,9 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from utils.config import AtLeast0, AtLeast1, Count, Share, WholeNumber
 
 
 @dataclass(frozen=True)
@@ -16,15 +19,16 @@ class GuardConfig:
 
     enabled: bool = False
     """check the limits; needs checkpoints (save_every), which rolling back goes to"""
-    update_kl: float | None = 0.02
-    """KL of the policy before a step to that within it: beyond, the rest of the step is skipped; beyond twice this, rolled back"""
-    reference_kl: float | None = None
+    update_kl: AtLeast0 | None = 0.02
+    """KL of the policy before a step to that within it: beyond, the rest of the step is skipped; beyond twice this,
+    rolled back"""
+    reference_kl: AtLeast0 | None = None
     """KL to the reference: beyond, rolled back, with a higher kl_coef"""
-    grad_norm: float | None = 10.0
+    grad_norm: AtLeast0 | None = 10.0
     """gradient norm before clipping: beyond, or not finite, the optimizer step is skipped"""
-    max_skips: int = 3
+    max_skips: Count = 3
     """so many optimizer steps skipped in a row are rolled back"""
-    reward_std: float | None = 0.5
+    reward_std: AtLeast0 | None = 0.5
     """deviation of a step's scores: beyond, the outliers are written to suspicious.jsonl and the run goes on"""
     max_empty: float | None = None
     """share of responses without text: beyond, a warning"""
@@ -34,55 +38,50 @@ class GuardConfig:
     """share of different bigrams over a step: below, a warning"""
     min_entropy: float | None = None
     """entropy in nats: below, a warning"""
-    max_rollbacks: int = 3
+    max_rollbacks: WholeNumber = 3
     """one more ends the run with exit code 3"""
-    rollback_kl_factor: float = 2.0
+    rollback_kl_factor: AtLeast1 = 2.0
     """kl_coef is multiplied by this when reference_kl is crossed"""
-    rollback_lr_factor: float = 0.1
+    rollback_lr_factor: Share = 0.1
     """learning rates are multiplied by this when update_kl or grad_norm is crossed"""
 
 
-class SkipRest(Exception):
-    """The rest of this step's updates is skipped. (The skipped mini-batch's metrics are put on it.)"""
+@dataclass(frozen=True)
+class Verdict:
+    """What a check decides."""
 
-    metrics: dict[str, float]
-
-
-class RollBack(Exception):
-    """Go back to the last good checkpoint.
-
-    before: newest step whose checkpoint is known to be good. lr_factor, kl_factor: what to change.
-    """
-
-    def __init__(self, message: str, before: int, lr_factor: float = 1.0, kl_factor: float = 1.0):
-        super().__init__(message)
-        self.before, self.lr_factor, self.kl_factor = before, lr_factor, kl_factor
+    action: Literal["go on", "skip step", "skip rest", "roll back"] = "go on"
+    """skip step: this optimizer step is left out. skip rest: so are the step's other updates. roll back: to a checkpoint"""
+    guard: str = ""
+    """what was crossed"""
+    before: int = 0
+    """roll back: the newest step whose checkpoint is known to be good"""
+    lr_factor: float = 1.0
+    kl_factor: float = 1.0
+    """roll back: what learning rates and kl_coef are multiplied by"""
 
 
+GO_ON = Verdict()
+NEGATIVE_KL_STEPS, NEGATIVE_KL = 5, -0.05  # mean k1 over so many steps below so many nats a response is no chance
+FIRST_KL = 0.01  # nats a token before the first optimizer step: more than rounding in bfloat16 explains
 WARNINGS = {  # metric -> limit, sign of the comparison, likely causes
     "rollout/empty_fraction": (
-        "max_empty",
-        1,
+        "max_empty", 1,
         "the model ends at once: check the chat template and the prompts' ends, or kl_coef is too low",
     ),
     "rollout/truncated_fraction": (
-        "max_truncated",
-        1,
+        "max_truncated", 1,
         "responses do not end: raise max_response_length or set score.missing_eos_penalty",
     ),
     "rollout/distinct_2": (
-        "min_distinct_2",
-        -1,
+        "min_distinct_2", -1,
         "responses have become alike or repeat themselves: raise kl_coef, or the reward pays for repetition",
     ),
     "objective/entropy": (
-        "min_entropy",
-        -1,
+        "min_entropy", -1,
         "the policy has collapsed to few answers: raise kl_coef or entropy_coef, or lower lr",
     ),
-}
-NEGATIVE_KL_STEPS, NEGATIVE_KL = 5, -0.05  # mean k1 over so many steps below so many nats a response is no chance
-FIRST_KL = 0.01  # nats a token before the first optimizer step: more than rounding in bfloat16 explains
+}  # fmt: skip
 
 
 class Guards:
@@ -93,61 +92,46 @@ class Guards:
 
     def event(self, step: int, guard: str, value: float, limit: float | None, action: str, message: str) -> None:
         if self.is_main:
-            record = {
-                "step": step,
-                "guard": guard,
-                "value": value,
-                "limit": limit,
-                "action": action,
-                "message": message,
-            }
+            record = {"step": step, "guard": guard, "value": value, "limit": limit, "action": action}
             with open(self.folder / "events.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(record | {"message": message}) + "\n")
             against = "" if limit is None else f" (limit {limit:g})"
             print(f"guard at step {step}: {guard} {value:.4g}{against}: {message}; {action}", flush=True)
 
     def check_rollouts(
         self, step: int, metrics: dict[str, float], rollouts: list, rows: list[dict], data: str
-    ) -> None:
-        """Before the update. Raises RollBack."""
+    ) -> Verdict:
+        """Before the update."""
+        cfg = self.cfg
         history = self.state["kl_history"] = [*self.state["kl_history"], metrics["objective/kl"]][-NEGATIVE_KL_STEPS:]
         mean = sum(history) / len(history)
-        self._warn(
-            step,
-            "negative_kl",
-            len(history) == NEGATIVE_KL_STEPS and mean < NEGATIVE_KL,
-            mean,
-            NEGATIVE_KL,
-            "objective/kl is negative over several steps: responses are not drawn from the policy's full distribution "
-            "(generation settings, padding, eos handling)",
+        crossed = len(history) == NEGATIVE_KL_STEPS and mean < NEGATIVE_KL
+        cause = (
+            "objective/kl is negative over several steps: responses are not drawn from the policy's full distribution"
         )
-        if not self.cfg.enabled:
-            return
-        limit = self.cfg.reference_kl
-        if limit is not None and not metrics["objective/kl_per_token"] <= limit:  # so that NaN crosses it too
-            value = metrics["objective/kl_per_token"]
+        cause += " (generation settings, padding, eos handling)"
+        self._warn(step, "negative_kl", crossed, mean, NEGATIVE_KL, cause)
+        if not cfg.enabled:
+            return GO_ON
+        kl, limit = metrics["objective/kl_per_token"], cfg.reference_kl
+        if limit is not None and not kl <= limit:  # so that NaN crosses it too
             self.event(
-                step, "reference_kl", value, limit, "rolling back", "the policy has moved too far from the reference"
+                step, "reference_kl", kl, limit, "rolling back", "the policy has moved too far from the reference"
             )
-            raise RollBack("reference_kl", before=max(step - 2, 0), kl_factor=self.cfg.rollback_kl_factor)
+            return Verdict("roll back", "reference_kl", before=max(step - 2, 0), kl_factor=cfg.rollback_kl_factor)
         for metric, (name, sign, cause) in WARNINGS.items():
-            limit = getattr(self.cfg, name)
+            limit = getattr(cfg, name)
             if limit is not None:
                 self._warn(step, name, sign * metrics[metric] > sign * limit, metrics[metric], limit, cause)
-        limit, std = self.cfg.reward_std, metrics["objective/score_std"]
-        if limit is not None:
-            crossed = std > limit
-            if crossed:
-                self._write_suspicious(step, metrics["objective/score_mean"], std, rollouts, rows)
-            self._warn(
-                step,
-                "reward_std",
-                crossed,
-                std,
-                limit,
-                "the scores scatter; the outliers stand in suspicious.jsonl, to leave their prompts out: "
-                f"python prepare_data.py --config {data}/config.yaml --exclude+ {self.folder / 'suspicious.jsonl'} --output_dir NEW",
-            )
+        std = metrics["objective/score_std"]
+        if cfg.reward_std is not None:
+            file = self.folder / "suspicious.jsonl"
+            if std > cfg.reward_std:
+                self._write_suspicious(step, metrics, rollouts, rows)
+            cause = "the scores scatter; the outliers stand in suspicious.jsonl, to leave their prompts out: "
+            cause += f"python prepare_data.py --config {data}/config.yaml --exclude+ {file} --output_dir NEW"
+            self._warn(step, "reward_std", std > cfg.reward_std, std, cfg.reward_std, cause)
+        return GO_ON
 
     def _warn(self, step: int, guard: str, crossed: bool, value: float, limit: float, message: str) -> None:
         """One event when a limit is crossed, and no more until it was kept again."""
@@ -156,84 +140,53 @@ class Guards:
             self.event(step, guard, value, limit, "going on", message)
         self.state["warned"] = sorted(warned | {guard} if crossed else warned - {guard})
 
-    def _write_suspicious(self, step: int, mean: float, std: float, rollouts: list, rows: list[dict]) -> None:
+    def _write_suspicious(self, step: int, metrics: dict[str, float], rollouts: list, rows: list[dict]) -> None:
         """Samples more than two deviations from the mean; at least the farthest one."""
         if not self.is_main:
             return
-        far = max(abs(r.score - mean) for r in rollouts)
+        mean = metrics["objective/score_mean"]
+        bound = min(2 * metrics["objective/score_std"], max(abs(r.score - mean) for r in rollouts))
         with open(self.folder / "suspicious.jsonl", "a", encoding="utf-8") as file:
             for r in rollouts:
-                if abs(r.score - mean) >= min(2 * std, far):
-                    record = {
-                        "step": step,
-                        "id": rows[r.row]["id"],
-                        "score": r.score,
-                        "prompt": rows[r.row]["prompt"],
-                        "response": r.text,
-                    }
+                if abs(r.score - mean) >= bound:
+                    record = {"step": step, "id": rows[r.row]["id"], "score": r.score}
+                    record |= {"prompt": rows[r.row]["prompt"], "response": r.text}
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def check_first(self, step: int, approx_kl: float) -> None:
         """Before a step's first update the policy is the one that sampled, so the ratio is 1 and this is 0."""
-        self._warn(
-            step,
-            "first_ratio",
-            approx_kl > FIRST_KL,
-            approx_kl,
-            FIRST_KL,
-            "before any update the ratio is not 1: log-probabilities of rollout and update differ (dropout, temperature, another forward)",
-        )
+        cause = "before any update the ratio is not 1: log-probabilities of rollout and update differ"
+        cause += " (dropout, temperature, another forward)"
+        self._warn(step, "first_ratio", approx_kl > FIRST_KL, approx_kl, FIRST_KL, cause)
 
-    def check_update(self, step: int, approx_kl: float, last: bool = False) -> None:
-        """After each mini-batch's forward; `last`: after the step's last update. Raises SkipRest or RollBack."""
+    def check_update(self, step: int, approx_kl: float, last: bool = False) -> Verdict:
+        """After each mini-batch's forward; `last`: after the step's last update, when nothing is left to skip."""
         limit = self.cfg.update_kl
         if not self.cfg.enabled or limit is None or approx_kl <= limit:
-            return
+            return GO_ON
         if approx_kl > 2 * limit or not math.isfinite(approx_kl):
-            self.event(
-                step,
-                "update_kl",
-                approx_kl,
-                limit,
-                "rolling back",
-                "one step moved the policy by more than twice the limit",
-            )
-            raise RollBack("update_kl", before=step - 1, lr_factor=self.cfg.rollback_lr_factor)
-        if not last:
-            self.event(
-                step, "update_kl", approx_kl, limit, "skipping the rest of the step", "the policy has moved far enough"
-            )
-            raise SkipRest
+            message = "one step moved the policy by more than twice the limit"
+            self.event(step, "update_kl", approx_kl, limit, "rolling back", message)
+            return Verdict("roll back", "update_kl", before=step - 1, lr_factor=self.cfg.rollback_lr_factor)
+        if last:
+            return GO_ON
+        message = "the policy has moved far enough"
+        self.event(step, "update_kl", approx_kl, limit, "skipping the rest of the step", message)
+        return Verdict("skip rest", "update_kl")
 
-    def gradients_are_good(self, step: int, norms: dict[str, float]) -> bool:
-        """Whether the optimizer may step, by the norms of policy and critic. Raises RollBack after max_skips bad ones in a row."""
+    def check_gradients(self, step: int, norms: dict[str, float]) -> Verdict:
+        """Before the optimizer steps, by the norms of policy and critic; max_skips bad ones in a row are rolled back."""
         limit = self.cfg.grad_norm
-        bad = {
-            name: norm
-            for name, norm in norms.items()
-            if not math.isfinite(norm) or (limit is not None and norm > limit)
-        }
+        bad = {n: norm for n, norm in norms.items() if not math.isfinite(norm) or (limit is not None and norm > limit)}
         if not self.cfg.enabled or not bad:
             self.state["skips"] = 0
-            return True
+            return GO_ON
         self.state["skips"] += 1
         name, norm = next(iter(bad.items()))
         if self.state["skips"] >= self.cfg.max_skips:
-            self.event(
-                step,
-                "grad_norm",
-                norm,
-                limit,
-                "rolling back",
-                f"{self.state['skips']} optimizer steps in a row were bad ({name})",
-            )
-            raise RollBack("grad_norm", before=step - 1, lr_factor=self.cfg.rollback_lr_factor)
-        self.event(
-            step,
-            "grad_norm",
-            norm,
-            limit,
-            "skipping the optimizer step",
-            f"the gradient of the {name} is too large or not finite",
-        )
-        return False
+            message = f"{self.state['skips']} optimizer steps in a row were bad ({name})"
+            self.event(step, "grad_norm", norm, limit, "rolling back", message)
+            return Verdict("roll back", "grad_norm", before=step - 1, lr_factor=self.cfg.rollback_lr_factor)
+        message = f"the gradient of the {name} is too large or not finite"
+        self.event(step, "grad_norm", norm, limit, "skipping the optimizer step", message)
+        return Verdict("skip step", "grad_norm")

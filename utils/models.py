@@ -7,8 +7,6 @@
 import contextlib
 import hashlib
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from utils.config import LoraOptions, ModelConfig, UserError, write_json
+from utils.config import LoraOptions, ModelConfig, UserError
+from utils.files import locked, replacing, write_json
 from utils.launch import whole
 from utils.tensors import token_entropy, token_logprobs
 
@@ -46,30 +45,25 @@ def resolve_model_path(path: str) -> str:
         return path
     if not file.is_file():
         raise UserError(f"model file {path} does not exist")
-    from filelock import FileLock
-
     folder = file.with_name(file.name + ".converted")
     stamp = f"{file.stat().st_size} {file.stat().st_mtime_ns}"
-    with FileLock(str(folder) + ".lock"):
+    with locked(folder.with_name(folder.name + ".lock")):
         if (folder / "source").exists() and (folder / "source").read_text() == stamp:
             return str(folder)
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         quiet_in_logs()
         print(f"converting {file} to {folder} (once)", flush=True)
-        temporary = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         # The weights are plain float32 by now; without these lines saving is refused as "quantized".
         model.hf_quantizer, model.is_quantized = None, False
         del model.config.quantization_config
         model.config.dtype = torch.float32
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "source").write_text(stamp)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(temporary, folder)
+        with replacing(folder) as temporary:
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            (temporary / "source").write_text(stamp)
     return str(folder)
 
 
@@ -657,22 +651,6 @@ def save_adapter(
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         save_tensors(temporary, more or {})
     config.task_type, config.modules_to_save = task, modules
-
-
-@contextlib.contextmanager
-def replacing(folder: Path):
-    """A temporary folder that takes the place of `folder` when the block ends without an error."""
-    folder = Path(folder)
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(temporary, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_stats(path: str) -> dict | None:

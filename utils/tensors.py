@@ -13,14 +13,17 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
 
 
+def masked_variance(x: Tensor, mask: Tensor) -> Tensor:
+    """Population variance of `x` over the mask."""
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
 def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Shift and scale `x` to mean 0 and variance 1 over the mask; 0 outside the mask.
 
     Uses the population variance, so one valid element, or all equal ones, give 0 and not NaN.
     """
-    mean = masked_mean(x, mask)
-    variance = masked_mean((x - mean) ** 2, mask)
-    return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0)
+    return torch.where(mask, (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + eps), 0)
 
 
 def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -47,3 +50,9 @@ def pad_rows(rows: list, value, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         padded[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
         mask[i, : len(row)] = True
     return padded, mask
+
+
+def longest_first(lengths: list[int], size: int) -> list[list[int]]:
+    """Indices in batches of at most `size`, the longest first: rows of like lengths leave little padding."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    return [order[i : i + size] for i in range(0, len(order), size)]

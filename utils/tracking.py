@@ -1,5 +1,6 @@
 """What a run shows and writes while it goes: progress bars, metrics.jsonl, TensorBoard."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -7,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from utils.config import flatten, to_dict, write_text
+from utils.config import flatten
+from utils.files import write_text
 
 
 def progress_bar(iterable=None, label: str = "", unit: str = "it", total: int | None = None, initial: int = 0):
@@ -67,7 +69,7 @@ def start_trackers(accelerator, cfg) -> None:
     if cfg.report_to == "tensorboard":
         accelerator.init_trackers("tensorboard")  # the name of its folder
     elif cfg.report_to != "none":
-        accelerator.init_trackers("flatrlhf", config=flatten(to_dict(cfg)))
+        accelerator.init_trackers("flatrlhf", config=flatten(dataclasses.asdict(cfg)))
 
 
 def log_samples(accelerator, step: int, samples: list[dict]) -> None:

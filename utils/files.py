@@ -1,0 +1,57 @@
+"""Files and folders that appear whole or not at all, and a lock between processes."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from utils.config import UserError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of `folder` when the block ends without an error."""
+    folder = Path(folder)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    replace_folder(temporary, folder)
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Put a finished folder in the place of another; what stood there lies in `.NAME.old` until the new one is in place."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(file: Path, refusal: str | None = None) -> Iterator[None]:
+    """Inside, no other process holds the lock `file`. Where one does, wait for it, or raise UserError(refusal) at once.
+
+    A lock by fcntl.lockf belongs to one process: forked workers do not inherit it, and it ends with a killed one.
+    """
+    with open(file, "w") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
+        except OSError:
+            raise UserError(refusal or f"{file} cannot be locked") from None
+        yield
