@@ -155,6 +155,8 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class PPOConfig:
+    """All of a PPO run."""
+
     model: ModelConfig
     data: str
     """a folder that prepare_data.py wrote: prompts, or the prompts of preference or trajectory rows"""

@@ -48,6 +48,8 @@ from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, sta
 
 @dataclass(frozen=True)
 class RewardTrainConfig:
+    """All of a reward model's training."""
+
     model: ModelConfig
     data: str
     """a preference folder that prepare_data.py wrote"""

@@ -171,7 +171,7 @@ def test_every_option_is_described(config, capsys):
         (["--total_epochs", "1"], "total_steps or total_epochs"),
         (["--total_steps", "0"], "total_steps 0 must be at least 1"),
         (["--lr", "-1"], "^lr -1.0 must be above 0"),
-        (["--lr", "nan"], "^lr nan must be above 0"),
+        (["--lr", ".nan"], "^lr nan must be above 0"),
         (["--critic.lr", "0"], "critic.lr 0.0 must be above 0"),
         (["--seed", "-1"], "seed -1 must be at least 0"),
     ],
