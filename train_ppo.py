@@ -427,7 +427,7 @@ def next_kl_coef(kl_coef: float, kl: float, target_kl: float, horizon: int, n: i
 def shape_scores(
     scores: Tensor, lengths: Tensor, ended: Tensor, cfg: ScoreConfig, moments: dict[str, float]
 ) -> Tensor:
-    """Scores (B,) as rewards. moments {count, mean, m2} of the earlier scores are updated in place (Chan et al. 1979)."""
+    """Scores (B,) as rewards. moments {count, mean, m2} of earlier scores are updated in place (Chan et al. 1979)."""
     count, batch = moments["count"], len(scores)
     mean = scores.double().mean().item()
     m2 = ((scores.double() - mean) ** 2).sum().item()
@@ -659,11 +659,11 @@ def start(cfg: PPOConfig) -> Run:
     model, optimizer = launch.prepare(accelerator, roles, optimizer, cfg.ppo_micro_batch_size_per_gpu)
     tracking.start_trackers(accelerator, cfg)
     state = new_state(cfg)
-    run = Run(
-        cfg, accelerator, roles, model, optimizer, Guards(cfg.guards, folder, state, accelerator.is_main_process), state,
-        tokenizer.pad_token_id, models.eos_ids(tokenizer, policy), tokenizer, scorer, rows, prompts, held_out,
-        total_steps=total_steps, base_lr=base_lr,
-    )  # fmt: skip
+    guards = Guards(cfg.guards, folder, state, accelerator.is_main_process)
+    run = Run(cfg, accelerator, roles, model, optimizer, guards, state, tokenizer.pad_token_id)
+    run.tokenizer, run.stop_ids = tokenizer, models.eos_ids(tokenizer, policy)
+    run.scorer, run.rows, run.prompts, run.held_out = scorer, rows, prompts, held_out
+    run.total_steps, run.base_lr = total_steps, base_lr
     partial = cfg.resume == "partial"
     restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), partial) if cfg.resume else None
     state |= restored or {}
@@ -1197,7 +1197,8 @@ def train(cfg: PPOConfig) -> list[dict]:
             left = tracking.remaining(steps_run, steps_run + run.total_steps - step, time.time() - clock)
             print(
                 f"step {step}/{run.total_steps}  score {metrics['objective/score_mean']:+.3f}  "
-                f"KL/token {metrics['objective/kl_per_token']:.4f}  length {metrics['rollout/response_length_mean']:.1f}  "
+                f"KL/token {metrics['objective/kl_per_token']:.4f}  "
+                f"length {metrics['rollout/response_length_mean']:.1f}  "
                 f"entropy {metrics['objective/entropy']:.2f}  clipped {metrics.get('policy/clip_fraction', 0.0):.3f}  "
                 f"{seconds['total']:.1f} s  left {left}",
                 flush=True,

@@ -96,7 +96,8 @@ def check_config(cfg: RewardTrainConfig) -> None:
     check_ranges(cfg)
     if cfg.save_format == "adapter" and adapter_base(cfg.model.path):
         raise UserError(
-            "save_format adapter needs a plain model.path: a LoRA folder is merged first, and no saved model would fit the adapter"
+            "save_format adapter needs a plain model.path: a LoRA folder is merged first, "
+            "and no saved model would fit the adapter"
         )
     if cfg.save_format == "adapter" and cfg.lora is None:
         raise UserError("save_format adapter needs lora; with lora null the whole model is trained and saved")
@@ -153,7 +154,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def encode_pairs(rows: list[dict], tokenizer, positions: int | None) -> list[dict]:
-    """Rows -> {id, chosen, rejected, margin} with ids of prompt + response + eos; pairs whose ids are equal are left out."""
+    """Rows -> {id, chosen, rejected, margin} with ids of prompt + response + eos, without pairs whose ids are equal."""
     if not rows:
         return []
     prompts = encode_dialogues(tokenizer, [row["prompt"] for row in rows])
@@ -274,7 +275,7 @@ def evaluate_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int,
 
 
 def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig, accelerator) -> dict[str, float]:
-    """One update from this rank's micro-batches (perhaps none) and those of the others: the gradient of the mean loss over all pairs.
+    """One update, by the mean loss over all pairs: this rank's micro-batches (perhaps none) and those of the others.
 
     Ranks with fewer micro-batches run a pair of one token at weight 0, so that all run the same number of forwards.
     Without a pair on any rank nothing is updated, and `pairs` of the result is 0.
@@ -389,8 +390,9 @@ def train(cfg: RewardTrainConfig) -> dict:
     metrics = Metrics(folder, accelerator, first_step)
     if is_main:
         print(
-            f"{loader.rows} train pairs, {len(test_pairs)} test pairs; {steps} steps of {cfg.train_batch_size} pairs on {world} "
-            f"rank(s); {trained:,} trained weights; {str(launch.unwrap(model).dtype).removeprefix('torch.')} on {device}",
+            f"{loader.rows} train pairs, {len(test_pairs)} test pairs; {steps} steps of {cfg.train_batch_size} pairs "
+            f"on {world} rank(s); {trained:,} trained weights; "
+            f"{str(launch.unwrap(model).dtype).removeprefix('torch.')} on {device}",
             flush=True,
         )
 
@@ -443,7 +445,8 @@ def train(cfg: RewardTrainConfig) -> dict:
         low, high = result["accuracy_ci95"]
         print(
             f"held-out accuracy {result['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}, {result['n']} pairs); "
-            f"scores {result['score_mean']:+.2f} ± {result['score_std']:.2f}; peak memory {peak_memory_gb(device):.2f} GB"
+            f"scores {result['score_mean']:+.2f} ± {result['score_std']:.2f}; "
+            f"peak memory {peak_memory_gb(device):.2f} GB"
         )
         print(f"wrote {folder / 'final'}", flush=True)
     accelerator.end_training()

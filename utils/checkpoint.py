@@ -1,7 +1,7 @@
 """Checkpoints that appear whole or not at all, and what is needed to go on from one.
 
-One layout for one process, several, and ZeRO-3: whole float32 weights and Adam moments by name, in safetensors. A run can
-go on with another number of ranks.
+One layout for one process, several, and ZeRO-3: whole float32 weights and Adam moments by name, in safetensors.
+A run can go on with another number of ranks.
 """
 
 import hashlib
@@ -22,7 +22,10 @@ WEIGHTS, OPTIMIZER, STATE = "trained.safetensors", "optimizer.safetensors", "sta
 
 
 def save_checkpoint(output_dir: Path, accelerator, model, optimizer, state: dict, keep_last: int) -> None:
-    """Write `checkpoints/step_NNNNNN`: trained weights, optimizer and `state` (JSON values, with `step`). All ranks call it."""
+    """Write `checkpoints/step_NNNNNN`: trained weights, optimizer and `state` (JSON values, with `step`).
+
+    All ranks call it.
+    """
     folder = Path(output_dir, "checkpoints", step_name(state["step"]))
     weights, moments = {}, {}
     for name, parameter in trained_parameters(model).items():
@@ -67,7 +70,7 @@ def trained_parameters(model) -> dict[str, torch.nn.Parameter]:
 
 
 def training_state(parameter: torch.nn.Parameter, optimizer) -> dict[str, Tensor]:
-    """`weight` (float32) and, once it has been stepped, Adam's `exp_avg`, `exp_avg_sq` and `step`. All ranks call it."""
+    """`weight` (float32) and, once it was stepped, Adam's `exp_avg`, `exp_avg_sq` and `step`. All ranks call it."""
     if not hasattr(parameter, "ds_id"):
         return {"weight": parameter.detach(), **optimizer.optimizer.state.get(parameter, {})}
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -153,9 +156,9 @@ def load_checkpoint(
 ) -> dict | None:
     """Restore the newest whole checkpoint in place and return its state; None if there is none.
 
-    wanted: keys that the state must have, unless `partial`. before: the newest step to take, or else the oldest that can be
-    read; later checkpoints are deleted then. All ranks call it. Raises UserError where there are only damaged ones, or none
-    with `before`.
+    wanted: keys that the state must have, unless `partial`. before: the newest step to take, or else the oldest that
+    can be read; later checkpoints are deleted then. All ranks call it. Raises UserError where there are only damaged
+    ones, or none with `before`.
     """
     from accelerate.utils import broadcast_object_list
     from safetensors import safe_open
@@ -170,7 +173,8 @@ def load_checkpoint(
     folder, state, some = broadcast_object_list(found)
     if folder is None and (some or before is not None):
         raise UserError(
-            f"no checkpoint under {Path(output_dir, 'checkpoints')} can be read; choose another output_dir, or --overwrite true"
+            f"no checkpoint under {Path(output_dir, 'checkpoints')} can be read; "
+            "choose another output_dir, or --overwrite true"
         )
     if folder is None:
         return None

@@ -27,7 +27,7 @@ class RunStopped(Exception):
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number, both allowed unless `above`: then the lower one is not. Stands in `Annotated` types of options."""
+    """Bounds of a number, in the `Annotated` type of an option. Both are allowed, but the lower one not if `above`."""
 
     low: float
     high: float = math.inf

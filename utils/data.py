@@ -13,7 +13,7 @@ COLUMNS = {
 
 
 def encode_dialogues(tokenizer, dialogues: list[list[dict]]) -> list[list[int]]:
-    """Chat template with the assistant's header, exactly one bos for models that have one, as ids; one list a dialogue.
+    """Chat template with the assistant's header and exactly one bos for models that have one, as ids: a list a dialogue.
 
     Neighbouring texts never meet inside a token: a response is encoded apart from its prompt, everywhere.
     """
@@ -94,8 +94,8 @@ def encode_prompts(
             )
         if positions is not None and len(ids) + response_length > positions:
             raise UserError(
-                f"row {row['id']}: prompt {len(ids)} + response {response_length} tokens exceed the model's {positions} "
-                "positions; lower max_response_length or prepare the data with a lower max_prompt_length"
+                f"row {row['id']}: prompt {len(ids)} + response {response_length} tokens exceed the model's "
+                f"{positions} positions; lower max_response_length or prepare the data with a lower max_prompt_length"
             )
     return prompts
 

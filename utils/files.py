@@ -34,7 +34,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Put a finished folder in the place of another; what stood there lies in `.NAME.old` until the new one is in place."""
+    """Put a finished folder in the place of another, which lies in `.NAME.old` until the new one is in place."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -45,7 +45,7 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, refusal: str | None = None) -> Iterator[None]:
-    """Inside, no other process holds the lock `file`. Where one does, wait for it, or raise UserError(refusal) at once.
+    """Inside, no other process holds the lock `file`. Where one does: wait for it, or raise UserError(refusal).
 
     A lock by fcntl.lockf belongs to one process: forked workers do not inherit it, and it ends with a killed one.
     """

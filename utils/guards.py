@@ -1,7 +1,7 @@
 """Limits on a PPO run, and what is done when one is crossed, so that a run can be left alone.
 
-Every event is one line on the terminal and one object in `events.jsonl`. All values are those of all ranks together, so
-the ranks always decide alike. What is remembered between steps stands in the run's `state`, which checkpoints keep.
+Every event is one line on the terminal and one object in `events.jsonl`. All values are those of all ranks together,
+so the ranks always decide alike. What is remembered between steps stands in the run's `state`, which checkpoints keep.
 """
 
 import json
@@ -51,7 +51,7 @@ class Verdict:
     """What a check decides."""
 
     action: Literal["go on", "skip step", "skip rest", "roll back"] = "go on"
-    """skip step: this optimizer step is left out. skip rest: so are the step's other updates. roll back: to a checkpoint"""
+    """skip step: leave out this optimizer step. skip rest: and the step's other updates. roll back: to a checkpoint"""
     guard: str = ""
     """what was crossed"""
     before: int = 0
@@ -175,7 +175,7 @@ class Guards:
         return Verdict("skip rest", "update_kl")
 
     def check_gradients(self, step: int, norms: dict[str, float]) -> Verdict:
-        """Before the optimizer steps, by the norms of policy and critic; max_skips bad ones in a row are rolled back."""
+        """Before the optimizer steps, by the norms of policy and critic; max_skips bad ones in a row: roll back."""
         limit = self.cfg.grad_norm
         bad = {n: norm for n, norm in norms.items() if not math.isfinite(norm) or (limit is not None and norm > limit)}
         if not self.cfg.enabled or not bad:

@@ -32,8 +32,8 @@ def start_accelerator(output_dir: Path, report_to: str, seed: int):
         stage = accelerator.state.deepspeed_plugin.zero_stage
         if stage != 3:
             raise UserError(
-                f"DeepSpeed stage {stage} is not supported; launch with configs/accelerate/zero3.yaml where a model outgrows a device, "
-                "else with plain data parallelism"
+                f"DeepSpeed stage {stage} is not supported; launch with configs/accelerate/zero3.yaml "
+                "where a model outgrows a device, else with plain data parallelism"
             )
         unset_hf_deepspeed_config()  # transformers loads whole models; `prepare` cuts them up
     set_seed(seed)
@@ -73,7 +73,7 @@ def load_device(accelerator) -> torch.device:
 
 
 def prepare(accelerator, model, optimizer, micro_batch_size: int):
-    """`accelerator.prepare(model, optimizer)`; `model.dtype` is the arithmetic's. Under ZeRO-3 the weights are cut up here.
+    """`accelerator.prepare(model, optimizer)`; `model.dtype` is the arithmetic's. ZeRO-3 cuts up the weights here.
 
     There bfloat16 holds for all weights, trained ones too, and the optimizer keeps float32 copies of those.
     """
@@ -109,7 +109,7 @@ def prepare(accelerator, model, optimizer, micro_batch_size: int):
 
 
 def unwrap(model):
-    """The module inside DDP's or DeepSpeed's wrapper. (accelerate's own function imports DeepSpeed, which takes seconds.)"""
+    """The module inside DDP's or DeepSpeed's wrapper. (Accelerate's own function takes seconds to import DeepSpeed.)"""
     return getattr(model, "module", model)
 
 

@@ -144,7 +144,7 @@ def load_reward_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype
 
     A folder without a score head, or with more than one output, is refused.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     dtype = dtype or model_dtype(cfg.dtype, device)
     base = adapter_base(cfg.path)
@@ -158,15 +158,12 @@ def load_reward_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype
         model = _from_pretrained(AutoModelForSequenceClassification, base, cfg, dtype, num_labels=1)
         model = PeftModel.from_pretrained(model, cfg.path).merge_and_unload()
     else:
-        source = resolve_model_path(cfg.path)
-        try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise UserError(f"no reward model at {cfg.path}: {_first_line(error)}") from None
+        config = _config_of(cfg)
         architectures = config.architectures or []
         if not any("SequenceClassification" in name or "RewardModel" in name for name in architectures):
             raise UserError(
-                f"{cfg.path} is a {'/'.join(architectures) or 'model'} without a score head; give a reward model, see train_reward.py"
+                f"{cfg.path} is a {'/'.join(architectures) or 'model'} without a score head; "
+                "give a reward model, see train_reward.py"
             )
         if config.num_labels != 1:
             raise UserError(f"{cfg.path} has {config.num_labels} outputs; a reward model has one")
@@ -179,16 +176,9 @@ def new_reward_model(cfg: ModelConfig, device: torch.device, seed: int, dtype: t
 
     (Stiennon et al. 2020.) A path that is a reward model already keeps its head.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    if adapter_base(cfg.path):
-        return load_reward_model(cfg, device, dtype)
-    source = resolve_model_path(cfg.path)
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no model at {cfg.path}: {_first_line(error)}") from None
-    if "SequenceClassification" in "".join(config.architectures or []):
+    if adapter_base(cfg.path) or "SequenceClassification" in "".join(_config_of(cfg).architectures or []):
         return load_reward_model(cfg, device, dtype)
     model = _from_pretrained(
         AutoModelForSequenceClassification, cfg.path, cfg, dtype or model_dtype(cfg.dtype, device), num_labels=1
@@ -199,6 +189,15 @@ def new_reward_model(cfg: ModelConfig, device: torch.device, seed: int, dtype: t
     if getattr(model.score, "bias", None) is not None:
         model.score.bias.data.zero_()
     return freeze(model).to(device)
+
+
+def _config_of(cfg: ModelConfig):
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(resolve_model_path(cfg.path), trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no model at {cfg.path}: {_first_line(error)}") from None
 
 
 def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype, **kwargs):
@@ -248,14 +247,7 @@ def freeze(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    for name in (
-        "attention_dropout",
-        "attn_pdrop",
-        "resid_pdrop",
-        "embd_pdrop",
-        "hidden_dropout",
-        "classifier_dropout",
-    ):
+    for name in "attention_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout classifier_dropout".split():
         if isinstance(getattr(model, "config", None) and getattr(model.config, name, None), float):
             setattr(model.config, name, 0.0)
     return model
@@ -535,7 +527,8 @@ def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, ta
     base = model.get_base_model()
     if any(layer in (base.get_input_embeddings(), base.get_output_embeddings()) for layer in _lora_layers(base)):
         raise UserError(
-            f"lora.target_modules {options.target_modules} names the embedding or the output layer, which the roles share; leave it out"
+            f"lora.target_modules {options.target_modules} names the embedding or the output layer, "
+            "which the roles share; leave it out"
         )
     return model
 
@@ -607,7 +600,7 @@ def save_model(
     folder: Path,
     more: dict[str, dict[str, Tensor]] | None = None,
 ) -> None:
-    """Write a plain Hugging Face folder (safetensors), whole or not at all; `more`: file name -> further tensors beside it."""
+    """Write a plain Hugging Face folder (safetensors), whole or not at all; `more`: file name -> tensors beside it."""
     quiet_in_logs()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     generation = getattr(base, "generation_config", None)
