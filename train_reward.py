@@ -154,7 +154,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def encode_pairs(rows: list[dict], tokenizer, positions: int | None) -> list[dict]:
-    """Rows -> {id, chosen, rejected, margin} with ids of prompt + response + eos, without pairs whose ids are equal."""
+    """Rows -> {id, chosen, rejected, margin} as ids of prompt + response + eos, without pairs whose ids are equal."""
     if not rows:
         return []
     prompts = encode_dialogues(tokenizer, [row["prompt"] for row in rows])

@@ -13,7 +13,7 @@ COLUMNS = {
 
 
 def encode_dialogues(tokenizer, dialogues: list[list[dict]]) -> list[list[int]]:
-    """Chat template with the assistant's header and exactly one bos for models that have one, as ids: a list a dialogue.
+    """Ids of each dialogue: chat template with the assistant's header, and exactly one bos for models that have one.
 
     Neighbouring texts never meet inside a token: a response is encoded apart from its prompt, everywhere.
     """

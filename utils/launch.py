@@ -109,7 +109,7 @@ def prepare(accelerator, model, optimizer, micro_batch_size: int):
 
 
 def unwrap(model):
-    """The module inside DDP's or DeepSpeed's wrapper. (Accelerate's own function takes seconds to import DeepSpeed.)"""
+    """The module inside DDP's or DeepSpeed's wrapper. (Accelerate's own function imports DeepSpeed: seconds.)"""
     return getattr(model, "module", model)
 
 

@@ -4,7 +4,7 @@ import html
 import io
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;width:100%}
+table{border-collapse:collapse;width:100%}\
 td,th{border-bottom:1px solid #ddd;padding:.4em .6em;text-align:left;vertical-align:top}
 svg{max-width:100%;height:auto}small{color:#777}td{white-space:pre-wrap}"""
 
