@@ -2,9 +2,9 @@
 
     python benchmarks/data.py [--rows 10000] [--model models/SmolLM2-135M-Instruct.Q4_1.gguf]
 
-Rows are HH-like dialogues of three turns, put together from the demo's texts with words changed at random, so that no two are
-alike. Prints seconds, rows a second, the ratio to the tokenizer alone (one process, the same texts), and peak memory for
-`rows` and for ten times as many.
+Rows are HH-like dialogues of three turns, put together from the demo's texts with words changed at random, so that no
+two are alike. Prints seconds, rows a second, the ratio to the tokenizer alone (one process, the same texts), and peak
+memory for `rows` and for ten times as many.
 """
 
 import argparse
@@ -36,7 +36,8 @@ def write_rows(file: Path, n: int) -> None:
         for _ in range(n):
             picked = rng.choices(range(len(demo)), k=3)
             start = "".join(
-                f"\n\nHuman: {varied(prompts[i])}\n\nAssistant: {varied(demo[i]['chosen'] + ' ' + demo[i]['rejected'])}"
+                f"\n\nHuman: {varied(prompts[i])}"
+                f"\n\nAssistant: {varied(demo[i]['chosen'] + ' ' + demo[i]['rejected'])}"
                 for i in picked[:2]
             )
             start += f"\n\nHuman: {varied(prompts[picked[2]])}\n\nAssistant: "
@@ -123,13 +124,15 @@ def main() -> None:
         alone, tokens, rows = tokenizer_alone(folder / "few", options.model, options.rows)
         alone *= options.rows / rows
         print(
-            f"{options.rows:,} rows of {tokens / rows:.0f} tokens: {few_seconds:.1f} s with {options.workers} workers, {options.rows / few_seconds:,.0f} rows/s"
+            f"{options.rows:,} rows of {tokens / rows:.0f} tokens: {few_seconds:.1f} s "
+            f"with {options.workers} workers, {options.rows / few_seconds:,.0f} rows/s"
         )
         print(f"tokenizer alone, one process: {alone:.1f} s; ratio {few_seconds / alone:.2f}", flush=True)
         write_rows(folder / "many.jsonl", 10 * options.rows)
         seconds, peak = run(folder / "many.jsonl", folder / "many", options.model, options.workers)
         print(
-            f"{10 * options.rows:,} rows: {seconds:.1f} s, {10 * options.rows / seconds:,.0f} rows/s, ratio {seconds / alone / 10:.2f}"
+            f"{10 * options.rows:,} rows: {seconds:.1f} s, {10 * options.rows / seconds:,.0f} rows/s, "
+            f"ratio {seconds / alone / 10:.2f}"
         )
         print(f"peak memory {few_peak:.0f} MB and {peak:.0f} MB, ratio {peak / few_peak:.3f}")
 

@@ -1,1 +1,1 @@
-"""What only stage 1 needs: reading files, shapes of rows, rules between rows. Takes values, never the stage's configuration."""
+"""What only stage 1 needs. Its functions take values, never a stage's configuration."""

@@ -1,14 +1,10 @@
-"""Which texts are alike: MinHash signatures for near duplicates, grouping by keys on disk, and TF-IDF vectors for coverage."""
+"""How alike two texts are, by MinHash signatures, and the hashes that this needs."""
 
 import hashlib
-import os
 import re
 import unicodedata
 import zlib
-from collections import Counter
-from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
@@ -62,8 +58,9 @@ def signatures(texts: list[str]) -> np.ndarray:
 
 
 def bands(threshold: float, fields: int) -> list[np.ndarray]:
-    """Places of the signature that are compared at once, so many that two texts at the threshold in each of `fields` fields
-    agree in all places of at least one band with a probability of 0.98 or more (Leskovec et al., Mining of Massive Datasets, 3.4)."""
+    """Places of the signature that are compared at once, so many that two texts at the threshold in each of `fields`
+    fields agree in all places of at least one band with a probability of 0.98 or more (Leskovec et al., Mining of
+    Massive Datasets, 3.4)."""
     for width in range(16, 0, -1):
         count = MINIMA // width
         if 1 - (1 - threshold ** (width * fields)) ** count >= 0.98:
@@ -86,77 +83,8 @@ def combine(values: np.ndarray, seed: np.ndarray) -> np.ndarray:
 
 
 def similarity(sketch: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Estimated Jaccard similarity by field: (..., F, MINIMA) uint8 twice -> (..., F). One byte in 256 is equal by chance."""
+    """Estimated Jaccard similarity by field: (..., F, MINIMA) uint8 twice -> (..., F).
+
+    One byte in 256 is equal by chance.
+    """
     return ((sketch == other).mean(-1) - 1 / 256) / (1 - 1 / 256)
-
-
-class Groups:
-    """(key, row) entries, kept on disk by the key's first bits, to find rows that share a key; one part is in memory at a time."""
-
-    PARTS = 32
-
-    def __init__(self, folder: Path, name: str):
-        self.files = [open(folder / f"{name}-{i:02d}.bin", "wb+") for i in range(self.PARTS)]
-
-    def add(self, keys: np.ndarray, rows: np.ndarray, *more: np.ndarray) -> None:
-        """All (N,); `more` is carried along."""
-        entries = np.stack([keys, *(x.astype(np.uint64) for x in (rows, *more))], 1)
-        part = (keys >> np.uint64(59)).astype(np.int64)
-        order = np.argsort(part, kind="stable")
-        bounds = np.searchsorted(part[order], np.arange(self.PARTS + 1))
-        for i, file in enumerate(self.files):
-            if bounds[i] < bounds[i + 1]:
-                file.write(entries[order[bounds[i] : bounds[i + 1]]].tobytes())
-
-    def shared(self, columns: int = 2) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (entries (M, columns), starts) with the entries of all keys that more than one entry has, in order of (key,
-        row), and where each key's entries start."""
-        for file in self.files:
-            file.seek(0)
-            entries = np.fromfile(file, dtype=np.uint64).reshape(-1, columns)
-            file.close()
-            os.unlink(file.name)
-            if not len(entries):
-                continue
-            entries = entries[np.lexsort((entries[:, 1], entries[:, 0]))]
-            starts = np.flatnonzero(np.r_[True, entries[1:, 0] != entries[:-1, 0]])
-            sizes = np.diff([*starts, len(entries)])
-            entries = entries[np.repeat(sizes > 1, sizes)]
-            sizes = sizes[sizes > 1]
-            if len(sizes):
-                yield entries, np.cumsum([0, *sizes[:-1]])
-
-
-HASHED_WORDS = 1 << 18
-HASHED_SIZE = 4096
-
-
-def word_counts(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(text, word hash, count) of each different word of each text."""
-    rows, words, counts = [], [], []
-    for i, text in enumerate(texts):
-        for word, count in Counter(WORD.findall(plain(text))).items():
-            rows.append(i)
-            words.append(word_hash(word))
-            counts.append(count)
-    return np.array(rows, dtype=np.int64), np.array(words, dtype=np.int64), np.array(counts, dtype=np.float32)
-
-
-def word_rarity(batches: Iterator[list[str]]) -> np.ndarray:
-    """Smoothed inverse document frequency by word hash, of all texts of all batches: (HASHED_WORDS,)."""
-    n, seen = 0, np.zeros(HASHED_WORDS)
-    for texts in batches:
-        seen += np.bincount(word_counts(texts)[1] % HASHED_WORDS, minlength=HASHED_WORDS)
-        n += len(texts)
-    return (np.log((n + 1) / (seen + 1)) + 1).astype(np.float32)
-
-
-def tfidf(texts: list[str], rarity: np.ndarray) -> np.ndarray:
-    """Unit vectors of log-damped word counts weighted by rarity, in signed hashed coordinates (Weinberger et al. 2009): (N, 4096)."""
-    rows, words, counts = word_counts(texts)
-    vectors = np.zeros((len(texts), HASHED_SIZE), dtype=np.float32)
-    sign = np.where(words >> 31 & 1, -1.0, 1.0).astype(np.float32)
-    np.add.at(
-        vectors, (rows, words >> 4 & HASHED_SIZE - 1), sign * (1 + np.log(counts)) * rarity[words % HASHED_WORDS]
-    )
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)

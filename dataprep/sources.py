@@ -6,13 +6,11 @@ that `datasets` saved; hub names. One chunk is in memory at a time.
 
 import csv
 import glob
-import gzip
 import io
 import json
 import os
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -41,6 +39,7 @@ SIDECARS = (
     "dropped.jsonl",
     "contradicted.jsonl",
     "coverage.jsonl",
+    "coverage.json",
 )  # about data
 TEXT_TYPES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz", ".zst"))
 ARROW_TYPES = (".arrow", ".feather")
@@ -95,7 +94,7 @@ class Hub:
     data_dir: str | None = None
     """folder of the dataset, such as `harmless-base`"""
     split: str | None = None
-    """default: train; also chooses the split of a folder, be it that `datasets` saved it or that its files are named by split"""
+    """default: train; also chooses the split of a folder that `datasets` saved, or whose files are named by split"""
     revision: str | None = None
     """commit or tag, for runs that can be repeated"""
     streaming: bool = False
@@ -120,10 +119,10 @@ SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)"
 
 
 def source_files(source: str, split: str | None = None) -> tuple[list[str], list[str]]:
-    """(files to read, files left out) of a file, folder or glob; none for a hub name and a folder that `datasets` saved. Raises UserError
-    when there can be none.
+    """(files to read, files left out) of a file, folder or glob; none for a hub name or a set that `datasets` saved.
 
-    In a folder whose files are named by split (train-00000.parquet, test.jsonl, train/a.jsonl) only those of `split` count (default: train).
+    In a folder whose files are named by split (train-00000.parquet, test.jsonl, train/a.jsonl) only those of `split`
+    count (default: train). Raises UserError when there can be none.
     """
     path, left_out = Path(source), []
     if is_saved(source):
@@ -219,34 +218,18 @@ def read_text(file: str) -> Iterator[Chunk]:
                 position = raw.tell()
                 chunk.share, done = (position - done) / size, position
                 yield chunk
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
         raise UserError(f"{file}: cannot be read ({error})") from None
 
 
 def unpacked(file: str, raw) -> io.BufferedReader:
     """A stream of the file's text bytes; `raw` itself where nothing is packed."""
-    if file.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
-    if file.endswith(".zst"):
-        import pyarrow as pa
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(file).suffix)
+    if codec is None:
+        return raw
+    import pyarrow as pa
 
-        return io.BufferedReader(_Readable(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")), 1 << 20)
-    return raw
-
-
-class _Readable(io.RawIOBase):
-    """What io.BufferedReader needs of a stream that only reads."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        data = self.stream.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), codec), 1 << 20)
 
 
 def line_chunks(file: str, stream, whole_allowed: bool) -> Iterator[Chunk]:

@@ -1,6 +1,7 @@
 """Stage 1: files of every type, lengths, duplicates, the split, and that every row is accounted for.
 
-The letters and numbers (D01, ...) are those of public bug reports of this field; those about a row's shape are in test_shapes.py.
+The letters and numbers (D01, ...) are those of public bug reports of this field; those about a row's shape are in
+test_shapes.py.
 """
 
 import csv
@@ -23,20 +24,16 @@ import pyarrow.parquet
 import pytest
 from helpers import ROOT, byte_tokenizer, messages
 
+from dataprep.chunks import WorkerKilled
+from dataprep.coverage import CoverageConfig, measure, tfidf, word_rarity
+from dataprep.filter import FilterConfig, filter_pairs
+from dataprep.folder import workshop
+from dataprep.keys import prompt_key
+from dataprep.rules import Groups, in_test_split
 from dataprep.shapes import Columns
-from dataprep.similarity import MINIMA, Groups, one_byte, signatures, similarity, tfidf, word_rarity
+from dataprep.similarity import MINIMA, one_byte, signatures, similarity
 from dataprep.sources import Hub, read_source
-from prepare_data import (
-    Coverage,
-    DataConfig,
-    Filter,
-    Source,
-    WorkerKilled,
-    in_test_split,
-    prepare,
-    prompt_key,
-    workshop,
-)
+from prepare_data import DataConfig, Source, prepare
 from utils.config import UserError, parse_config
 from utils.data import decode_response, encode_dialogues, encode_prompt, encode_response, encode_responses, load_rows
 from utils.models import load_tokenizer
@@ -177,9 +174,8 @@ def test_d04_neighbour_other_text_with_the_same_tokens(tmp_path, tiny):
 def test_cut_answers_hold_whole_characters_and_fit(tmp_path, tiny, text):
     tokenizer = load_tokenizer(tiny)
     for limit in range(3, len(text.encode()) + 2):
-        report = None
         try:
-            report, (row,) = run(
+            _, (row,) = run(
                 tmp_path,
                 [{"prompt": "q", "response": text, "reward": 1.0}],
                 tiny,
@@ -229,7 +225,7 @@ def test_d10_d13_ids_are_those_of_prompt_and_answer_apart_in_every_function():
             alone[0] == encode_dialogues(tokenizer, [messages("x"), messages(prompt), messages("longer than both")])[1]
         )
         assert alone[1] == encode_responses(tokenizer, ["x", answer])[1] and alone[1][-1] == tokenizer.eos_token_id
-        assert decode_response(tokenizer, alone[1]) == answer.replace("<|end|>", "<|end|>")
+        assert decode_response(tokenizer, alone[1]) == answer
 
 
 @pytest.mark.parametrize("bos, template_has_it, count", [(False, False, 0), (True, False, 1), (True, True, 1)])
@@ -547,10 +543,9 @@ def test_d21_hdf5_text_is_text(tmp_path, tiny):
             ragged = group.create_dataset("logprobs", (1,), dtype=h5py.vlen_dtype(np.float64))
             ragged[0] = [-1.0, -2.0, -0.5]
     report, rows = run(tmp_path, [], tiny, source=str(tmp_path / "log.h5"))
-    assert [
-        (r["prompt"][0]["content"], r["response"], r["reward"], r["logprobs"]) for r in sorted(rows, key=str)
-    ] and report["kind"] == "trajectories"
-    assert all(r["logprobs"] == [-1.0, -2.0, -0.5] for r in rows) and texts(rows) == {"a q", "b q"}
+    found = sorted((r["prompt"][0]["content"], r["response"], r["reward"], r["logprobs"]) for r in rows)
+    assert found == [("a q", "ok", 1.0, [-1.0, -2.0, -0.5]), ("b q", "ok", 1.0, [-1.0, -2.0, -0.5])]
+    assert report["kind"] == "trajectories"
     with h5py.File(tmp_path / "messages.h5", "w") as file:
         file["prompt"], file["chosen"], file["rejected"] = [json.dumps([user("q")])], ["A"], ["B"]
     assert run(tmp_path, [], tiny, source=str(tmp_path / "messages.h5"))[1][0]["prompt"] == [user("q")]
@@ -652,7 +647,10 @@ def test_duplicates_and_contradictions(tmp_path, tiny):
     }  # a logged answer may well have had several rewards
 
 
-LONG = "It was a bright cold day in April and the clocks were striking thirteen while people hurried home through the wind and the dust of the long street"
+LONG = (
+    "It was a bright cold day in April and the clocks were striking thirteen "
+    "while people hurried home through the wind and the dust of the long street"
+)
 
 
 @pytest.mark.parametrize(
@@ -689,7 +687,7 @@ def test_near_duplicates_in_every_field(tmp_path, tiny, change, near):
 
 
 def twins(n, share):
-    """Pairs of texts whose three-word runs have about the Jaccard similarity `share`: the second goes on in other words."""
+    """Pairs of texts whose three-word runs have about the Jaccard similarity `share`: the second has another end."""
     rng = random.Random(n)
     vocabulary = [f"w{a}{b}" for a in "abcdefgh" for b in "ijklmnopqrstuvwxyz"]
     out = []
@@ -702,7 +700,7 @@ def twins(n, share):
 
 @pytest.mark.parametrize("threshold", [0.7, 0.8, 0.9])
 def test_near_duplicates_are_found_above_the_threshold_and_not_below(tmp_path, tiny, threshold):
-    """The similarity is an estimate, so 6 points from the threshold most are told apart; at 12 points nearly all are."""
+    """The similarity is an estimate: 6 points from the threshold most are told apart, at 12 points nearly all."""
     for share, least, most in [
         (threshold + 0.06, 0.75, 1),
         (threshold - 0.06, 0, 0.15),
@@ -764,7 +762,7 @@ def test_signatures_estimate_jaccard_similarity():
         # runs of three words: sets with a known overlap, built from separate triples
         estimates = []
         for _ in range(40):
-            common = [" ".join(rng.sample(words, 60)) for _ in range(1)][0]
+            common = " ".join(rng.sample(words, 60))
             a, b = signatures([common, " ".join(common.split()[: int(58 * share) + 2])])
             shared = int(58 * share)
             estimates.append(float(similarity(one_byte(a), one_byte(b))) - shared / 58)
@@ -779,17 +777,24 @@ def test_signatures_estimate_jaccard_similarity():
 
 
 def test_groups_find_all_rows_of_a_key(tmp_path):
-    rng = np.random.default_rng(0)
-    keys = rng.integers(0, 2**64, 300, dtype=np.uint64)[rng.integers(0, 300, 2000)]
-    groups = Groups(tmp_path, "x")
-    for block in np.array_split(np.arange(2000), 7):
-        groups.add(keys[block], block)
-    got = {}
-    for entries, starts in groups.shared():
-        for part in np.split(entries, starts[1:]):
-            got[int(part[0, 0])] = part[:, 1].tolist()
-    expected = {int(k): np.flatnonzero(keys == k).tolist() for k in np.unique(keys) if (keys == k).sum() > 1}
-    assert got == expected and not list(tmp_path.glob("*.bin"))
+    """Keys that differ in their first bits, or in the others only; labels come with their rows."""
+    low, high = 5, 2**63 + 5
+    keys = np.array([low, high, low + 1, high, 9, low, high, low + 1], dtype=np.uint64)
+    groups, labels = Groups(tmp_path, "x"), np.arange(8) * 10
+    for block in (np.arange(3, 8), np.arange(3)):  # later rows first
+        groups.add(keys[block], block, labels[block])
+    got = [
+        (int(part[0, 0]), part[:, 1].tolist(), part[:, 2].tolist())
+        for entries, starts in groups.shared(3)
+        for part in np.split(entries, starts[1:])
+    ]
+    assert got == [(low, [0, 5], [0, 50]), (low + 1, [2, 7], [20, 70]), (high, [1, 3, 6], [10, 30, 60])]
+    assert not list(tmp_path.glob("*.bin"))
+    many = Groups(tmp_path, "y")
+    for block in np.array_split(np.arange(2000), 7):  # row i has the key of row i % 300
+        many.add((block % 300).astype(np.uint64) * np.uint64(2**64 // 300), block)
+    sizes = [len(part) for entries, starts in many.shared() for part in np.split(entries, starts[1:])]
+    assert sizes == [7] * 200 + [6] * 100
 
 
 # --- D23: the split
@@ -961,7 +966,7 @@ def test_answers_in_rows_of_their_own_become_pairs(tmp_path, tiny):
 
 
 def test_excluded_rows_are_left_out_by_id_or_prompt(tmp_path, tiny):
-    """In strict mode too, for they are no bad rows; a half-written last line is passed over; other objects are refused."""
+    """In strict mode too, for they are no bad rows; a half-written last line is passed over."""
     rows = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
     ids = {row["prompt"][0]["content"]: row["id"] for row in run(tmp_path, rows, tiny)[1]}
     (tmp_path / "a.jsonl").write_text(
@@ -1116,7 +1121,10 @@ def test_train_rows_are_shuffled_and_test_rows_keep_their_order(tmp_path, tiny):
 
 
 def started(tmp_path, tiny, rows, *options, **popen):
-    """Stage 1 in a process of its own with two workers, which has finished three chunks or more: (process, raw file, folder of chunks)."""
+    """Stage 1 in a process of its own with two workers, which has finished three chunks or more.
+
+    Returns (process, raw file, folder of chunks).
+    """
     raw, chunks = write(tmp_path / "raw.jsonl", pairs(rows)), tmp_path / ".out.partial" / "chunks"
     command = [
         sys.executable,
@@ -1163,12 +1171,13 @@ def test_a_run_that_is_killed_leaves_the_old_output_and_goes_on(tmp_path, tiny):
 
 def test_chunks_of_a_killed_run_are_used_again_only_if_nothing_changed(tmp_path, tiny, monkeypatch):
     import prepare_data
+    from dataprep import chunks
 
     raw = write(tmp_path / "raw.jsonl", pairs(2500))
     made = []
-    original = prepare_data.process_chunk
+    original = chunks.process_chunk
     monkeypatch.setattr(
-        prepare_data, "process_chunk", lambda chunk, work, file: made.append(file.name) or original(chunk, work, file)
+        chunks, "process_chunk", lambda chunk, work, file: made.append(file.name) or original(chunk, work, file)
     )
     monkeypatch.setattr(prepare_data, "decide", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
     for changes, expected in [({}, 3), ({}, 0), ({"max_prompt_length": 100}, 3), ({"max_prompt_length": 100}, 0)]:
@@ -1234,16 +1243,13 @@ def test_a_killed_worker_is_one_line_and_what_is_finished_is_kept(tmp_path, tiny
     assert prepare(parse_config(DataConfig, process.args[2:]))["rows_in"] == 40_000 and at_the_end == done
 
 
-def test_chunks_are_promised_and_kept_only_where_the_next_run_can_use_them(tmp_path, tiny):
-    tokenizer, output = load_tokenizer(tiny), tmp_path / "out"
-    for all_local in (True, False):  # of the hub nobody can say whether it changed
-        with (
-            pytest.raises(UserError) as error,
-            workshop(DataConfig("x", tiny, str(output)), output, [], all_local, tokenizer, set()),
-        ):
+def test_chunks_are_promised_and_kept_only_where_the_next_run_can_use_them(tmp_path):
+    for about in ("all that counts", None):  # of the hub nobody can say whether it changed
+        with pytest.raises(UserError) as error, workshop(tmp_path / "out", about):
             raise WorkerKilled("a worker was killed")
-        assert str(error.value) == "a worker was killed" + "; what is finished is kept" * all_local
-        assert (tmp_path / ".out.partial").exists() == all_local
+        kept = about is not None
+        assert str(error.value) == "a worker was killed" + "; what is finished is kept" * kept
+        assert (tmp_path / ".out.partial").exists() == kept
 
 
 def test_options_without_effect_are_refused_before_the_earlier_output_is_read(tmp_path, tiny, monkeypatch):
@@ -1298,9 +1304,9 @@ def test_a_run_that_was_killed_while_replacing_is_restored(tmp_path, tiny):
 
 
 def test_shards_and_row_groups(tmp_path, tiny, monkeypatch):
-    import prepare_data
+    from dataprep import folder
 
-    monkeypatch.setattr(prepare_data, "ROWS_PER_SHARD", 1200)
+    monkeypatch.setattr(folder, "ROWS_PER_SHARD", 1200)
     report, rows = run(tmp_path, pairs(3000), tiny)
     files = sorted((tmp_path / "out").glob("train-*.parquet"))
     assert [f.name for f in files] == [f"train-0000{i}-of-00003.parquet" for i in range(3)]
@@ -1384,7 +1390,8 @@ def test_d16_one_decoded_example_is_printed_with_its_marks(tmp_path, tiny, capsy
 
 
 def test_tfidf_by_hand():
-    """Four texts: "the" stands in all (weight log(5/5) + 1 = 1), cat and dog in one each (log(5/2) + 1), twice counts 1 + log 2."""
+    """Four texts: "the" stands in all (weight log(5/5) + 1 = 1), cat and dog in one each (log(5/2) + 1); twice counts
+    1 + log 2."""
     rarity = word_rarity(iter([["the cat", "the dog"], ["the", "The the"]]))
     a, b, c = tfidf(["the cat", "The DOG", "cat cat the"], rarity)
     rare = np.log(5 / 2) + 1
@@ -1394,64 +1401,82 @@ def test_tfidf_by_hand():
     assert a @ a == pytest.approx(1, abs=1e-6)
 
 
-def test_coverage_finds_close_neighbours_and_lists_prompts_without(tmp_path, tiny):
-    train = [
-        {"prompt": p}
-        for p in (
-            "How do I bake sourdough bread at home?",
-            "Write a poem about the autumn rain.",
-            "Explain how vaccines protect people.",
-            "What is the best way to learn chess?",
-        )
-    ]
+TRAIN_PROMPTS = [
+    "How do I bake sourdough bread at home?",
+    "Write a poem about the autumn rain.",
+    "Explain how vaccines protect people.",
+    "What is the best way to learn chess?",
+]
+
+
+def test_coverage_finds_close_neighbours_and_lists_prompts_without(tmp_path, tiny, capsys):
+    dialogue = [user("hi"), {"role": "assistant", "content": "?"}, user("Explain how vaccines protect people.")]
     real = write(
         tmp_path / "real.jsonl",
         [
             {"prompt": "how can I bake bread with sourdough at home"},
             {"prompt": "Fix my kubernetes ingress controller"},
-            {
-                "prompt": [
-                    user("hi"),
-                    {"role": "assistant", "content": "?"},
-                    user("Explain how vaccines protect people."),
-                ]
-            },
+            {"prompt": dialogue},
         ],
     )
-    report, _ = run(tmp_path, train, tiny, coverage=Coverage(real, 0.5))
-    assert report["coverage"]["covered"] == 2 and report["coverage"]["share"] == 0.6667
+    run(tmp_path, [{"prompt": p} for p in TRAIN_PROMPTS], tiny)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    result = measure(CoverageConfig(str(tmp_path / "out"), real, 0.5))
+    assert result["covered"] == 2 and result["share"] == 0.6667
     lines = [json.loads(line) for line in (tmp_path / "out" / "coverage.jsonl").read_text().splitlines()]
     assert [line["covered"] for line in lines] == [False, True, True] and lines[0]["place"] == f"{real}:2"
-    assert lines[1]["nearest"] == train[0]["prompt"] and lines[2]["similarity"] == pytest.approx(1, abs=1e-3)
-    with pytest.raises(UserError, match="bad.jsonl:1: .*coverage.prompts needs rows with a prompt"):
-        run(tmp_path, train, tiny, coverage=Coverage(write(tmp_path / "bad.jsonl", [{"x": 1}])))
+    assert lines[1]["nearest"] == TRAIN_PROMPTS[0] and lines[2]["similarity"] == pytest.approx(1, abs=1e-3)
+    assert result["loneliest"] == lines and json.loads((tmp_path / "out" / "coverage.json").read_text()) == result
+    after = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert set(after) - set(before) == {"coverage.json", "coverage.jsonl"} and before.items() <= after.items()
+    printed = capsys.readouterr().out
+    assert "66.7% of 3 real prompts have a close train prompt" in printed and "kubernetes" in printed
+    # what is written about data is no data
+    assert len(rows_of(tmp_path / "out")) == 4
+    with pytest.raises(UserError, match="bad.jsonl:1: .*prompts needs rows with a prompt"):
+        measure(CoverageConfig(str(tmp_path / "out"), write(tmp_path / "bad.jsonl", [{"x": 1}])))
 
 
-def test_noise_filter_writes_contradicted_train_pairs_aside(tmp_path, tiny, preferences):
-    """A reward model that learned yes over no contradicts the pairs whose labels were swapped; the test split is left alone."""
+def test_coverage_compares_without_the_prompt_suffix(tmp_path, tiny):
+    """Which stage 1 appended, and which would make all prompts alike."""
+    run(
+        tmp_path,
+        [{"prompt": p} for p in TRAIN_PROMPTS],
+        tiny,
+        prompt_suffix=" Think, then write the number after ####.",
+    )
+    assert all(text.endswith(" ####.") for text in texts(load(tmp_path / "out", "train")))
+    real = write(tmp_path / "real.jsonl", [{"prompt": TRAIN_PROMPTS[3]}, {"prompt": "Write the number after that."}])
+    result = measure(CoverageConfig(str(tmp_path / "out"), real))
+    lonely, same = result["loneliest"]
+    assert (same["similarity"], same["nearest"]) == (1.0, TRAIN_PROMPTS[3]) and result["covered"] == 1
+    assert lonely["similarity"] < 0.5 and lonely["nearest"] in TRAIN_PROMPTS
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory, tiny, preferences) -> str:
+    """Folder of a reward model that learned yes over no."""
     from train_reward import RewardTrainConfig, train
     from utils.config import ModelConfig
 
-    train(
-        RewardTrainConfig(
-            ModelConfig(tiny),
-            preferences,
-            str(tmp_path / "rm"),
-            lora=None,
-            train_batch_size=16,
-            epochs=6,
-            lr=3e-3,
-            report_to="none",
-        )
-    )
+    folder = tmp_path_factory.mktemp("rm")
+    settings = dict(lora=None, train_batch_size=16, epochs=6, lr=3e-3, report_to="none")
+    train(RewardTrainConfig(ModelConfig(tiny), preferences, str(folder), **settings))
+    return str(folder / "final")
+
+
+def test_noise_filter_writes_contradicted_train_pairs_aside(tmp_path, tiny, reward_model):
+    """A reward model that learned yes over no contradicts pairs whose labels were swapped; the test split stays."""
     rows = [{"prompt": f"p{i}", "chosen": f"yes {i % 7}", "rejected": f"no {i % 5}"} for i in range(40)]
     for i in range(0, 40, 8):
         rows[i]["chosen"], rows[i]["rejected"] = rows[i]["rejected"], rows[i]["chosen"]
-    report, kept = run(
-        tmp_path, rows, tiny, filter=Filter(str(tmp_path / "rm" / "final")), eval_fraction=0.3, near_duplicates=None
-    )
-    test = load(tmp_path / "out", "test")
-    aside = [json.loads(line) for line in (tmp_path / "out" / "contradicted.jsonl").read_text().splitlines()]
+    _, train_before = run(tmp_path, rows, tiny, eval_fraction=0.3, near_duplicates=None, prompt_suffix="")
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "out").iterdir()}
+    cfg = FilterConfig(str(tmp_path / "out"), reward_model, str(tmp_path / "filtered"))
+    report = filter_pairs(cfg)
+    assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "out").iterdir()} == before
+    test, kept = load(tmp_path / "filtered", "test"), load(tmp_path / "filtered", "train")
+    aside = [json.loads(line) for line in (tmp_path / "filtered" / "contradicted.jsonl").read_text().splitlines()]
     swapped = {f"p{i}" for i in range(0, 40, 8)}
     assert (
         texts(aside) == swapped - texts(test)
@@ -1461,6 +1486,67 @@ def test_noise_filter_writes_contradicted_train_pairs_aside(tmp_path, tiny, pref
     assert report["dropped"] == {"contradicted_by_reward_model": len(aside)} and all(
         a["score_chosen"] < a["score_rejected"] and a["probability"] < 0.05 for a in aside
     )
+    assert test == load(tmp_path / "out", "test") and kept == [r for r in train_before if r not in kept_out(aside)]
+    assert report["rows_out"] == {"train": len(kept), "test": len(test)} and report["rows_in"] == 40
+    assert json.loads((tmp_path / "filtered" / "report.json").read_text()) == report
+    # it is a data folder like another: how its rows were made, and no rows among what is about them
+    assert (tmp_path / "filtered" / "config.yaml").read_text() == (tmp_path / "out" / "config.yaml").read_text()
+    assert rows_of(tmp_path / "filtered") == kept and load_rows(cfg.output_dir, "train", ("preference",)) == kept
+    assert not list(tmp_path.glob(".filtered*"))
+
+
+def kept_out(aside):
+    """Rows of contradicted.jsonl as they were."""
+    return [{k: v for k, v in row.items() if not k.startswith(("score_", "probability"))} for row in aside]
+
+
+def test_a_pair_of_weight_two_is_filtered_twice_and_listed_once(tmp_path, tiny, reward_model):
+    rows = [{"prompt": f"p{i}", "chosen": "yes 1", "rejected": "no 1"} for i in range(6)]
+    rows[2] = {"prompt": "p2", "chosen": "no 1", "rejected": "yes 1"}
+    source = Source(write(tmp_path / "raw.jsonl", rows), 2)
+    run(tmp_path, [], tiny, source=source, near_duplicates=None)
+    report = filter_pairs(FilterConfig(str(tmp_path / "out"), reward_model, str(tmp_path / "filtered")))
+    assert report["rows_in"] == 12 and report["rows_out"] == {"train": 10, "test": 0}
+    assert report["dropped"] == {"contradicted_by_reward_model": 2}
+    assert (tmp_path / "filtered" / "contradicted.jsonl").read_text().count("\n") == 1
+
+
+def test_the_filter_refuses_what_it_cannot_do(tmp_path, tiny, reward_model):
+    run(tmp_path, [{"prompt": f"p{i}", "chosen": "no 1", "rejected": "yes 1"} for i in range(3)], tiny)
+    data, full = str(tmp_path / "out"), tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("mine")
+    for changes, message in [
+        ({"output_dir": str(full)}, "is not empty"),
+        ({"output_dir": str(full), "overwrite": True}, "holds files that no run wrote"),
+        ({"output_dir": data, "overwrite": True}, "output_dir .* and data .* overlap"),
+        ({"output_dir": data + "/inside"}, "output_dir .* and data .* overlap"),
+        ({"output_dir": str(Path(reward_model).parent), "overwrite": True}, "reward_model .* lies in output_dir"),
+        ({"min_probability": 0.5}, "min_probability 0.5 must be above 0 and below 0.5"),
+        ({"micro_batch_size": 0}, "micro_batch_size 0"),
+        ({"reward_model": "nowhere"}, "reward_model nowhere is not a folder"),
+        ({"data": str(tmp_path / "nowhere")}, "nowhere does not exist"),
+        ({}, "contradicts all 3 train rows"),
+    ]:
+        settings = dict(data=data, reward_model=reward_model, output_dir=str(tmp_path / "filtered"))
+        with pytest.raises(UserError, match=message):
+            filter_pairs(FilterConfig(**settings | changes))
+    assert len(load(data, "train")) == 3 and [f.name for f in full.iterdir()] == ["mine.txt"]
+    assert not (tmp_path / "filtered").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("module", ["dataprep.coverage", "dataprep.filter"])
+def test_commands_on_a_folder_end_in_one_line(tmp_path, module):
+    missing = (
+        ["--prompts", "x.jsonl"] if module == "dataprep.coverage" else ["--reward_model", ".", "--output_dir", "o"]
+    )
+    for options, error in [
+        (["--dat", "x"], "error: unknown option --dat; did you mean 'data'?"),
+        (["--data", str(tmp_path / "no where"), *missing], "no where does not exist; prepare_data.py writes one"),
+    ]:
+        command = [sys.executable, "-m", module, *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and error in done.stderr, done.stderr
 
 
 def test_folders_of_the_wrong_kind_are_refused(tmp_path, tiny):
@@ -1493,8 +1579,6 @@ def test_folders_of_the_wrong_kind_are_refused(tmp_path, tiny):
         ),
         ({"columns": Columns(prompt="ask")}, "no column 'ask'"),
         ({"source": ".", "output_dir": "out"}, "lies inside the source"),
-        ({"coverage": Coverage("real.txt")}, "coverage.prompts real.txt does not exist"),
-        ({"coverage": Coverage("conftest.py")}, "unknown file type"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path, tiny, changes, message, monkeypatch):

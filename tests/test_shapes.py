@@ -1,13 +1,17 @@
 """Stage 1: what becomes of each shape of row, that nothing of it is lost, and what becomes of bad rows.
 
-The letters and numbers (D01, ...) are those of public bug reports of this field; each stands for a kind, and has neighbours.
+The letters and numbers (D01, ...) are those of public bug reports of this field; each stands for a kind, and has
+neighbours.
 """
 
 import json
 
 import pytest
 
-from dataprep.shapes import Columns, Shape, boxed, convert, detect_shape, detect_source, hh_text, parse_hh
+from dataprep.convert import convert
+from dataprep.messages import hh_text, parse_hh
+from dataprep.readers import boxed
+from dataprep.shapes import Columns, Shape, detect_shape, detect_source
 from utils.config import UserError
 from utils.rows import BadRow, TextRow
 

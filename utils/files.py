@@ -37,9 +37,12 @@ def replace_folder(new: Path, folder: Path) -> None:
     """Put a finished folder in the place of another, which lies in `.NAME.old` until the new one is in place."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(new, folder)
+    try:
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(new, folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be replaced ({error.strerror}); what is finished lies in {new}") from None
     shutil.rmtree(old, ignore_errors=True)
 
 
