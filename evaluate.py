@@ -1,8 +1,8 @@
 """Stage 4: is the new policy better than the one it started from?
 
     python evaluate.py --config configs/demo_eval.yaml
-    python evaluate.py --policy.path out/ppo/final --baseline.path MODEL --data out/data --reward_model.path out/reward/final \\
-        --output_dir out/eval
+    python evaluate.py --policy.path out/ppo/final --baseline.path MODEL --data out/data \\
+        --reward_model.path out/reward/final --output_dir out/eval
 
 Both models answer the same held-out prompts. Writes `report.json` and a self-contained `report.html`.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from utils.config import ModelConfig, UserError
 from utils.data import decode_response, encode_prompts, load_prompts, show
@@ -37,7 +38,7 @@ from utils.rewards import (
     check_ground_truth,
     check_reward_config,
     function_scorer,
-    reward_model_scorer,
+    open_scorer,
     rule_scorer,
 )
 from utils.rollout import generate
@@ -114,30 +115,36 @@ def wins(baseline: list[float], policy: list[float]) -> list[float]:
 
 
 @torch.no_grad()
-def kl_per_token(
-    policy, baseline, prompts, responses, pad_id: int, micro: int, device, dtype, bar=None
-) -> list[float]:
-    """KL(policy || baseline) of each response: exact over the vocabulary, mean over its tokens, nats, temperature 1."""
+def kl_per_token(policy, baseline, prompts, responses, micro_batch_size: int, bar=None) -> list[float]:
+    """KL(policy || baseline) of each response: exact over the vocabulary, mean over its tokens, nats, temperature 1.
+
+    prompts, responses: token ids, one list a row; no response is empty.
+    """
+    device, dtype = (getattr(next(policy.parameters()), name) for name in ("device", "dtype"))
     results = [0.0] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(responses[i]))
-    for start in range(0, len(order), micro):
-        part = order[start : start + micro]
-        ids, mask = pad_rows([prompts[i] + responses[i] for i in part], pad_id, torch.long)
-        ids, mask = ids.to(device), mask.to(device)
-        starts = torch.tensor([len(prompts[i]) for i in part], device=device)[:, None]
-        before = (mask & (torch.arange(ids.shape[1], device=device) >= starts))[:, 1:]  # states that drew a token
+    for start in range(0, len(order), micro_batch_size):
+        part = order[start : start + micro_batch_size]
+        ids, mask = pad_rows([prompts[i] + responses[i] for i in part], 0, torch.long)  # (B, S); the mask hides the 0s
+        starts = torch.tensor([len(prompts[i]) for i in part])[:, None]
+        before = (mask & (torch.arange(ids.shape[1]) >= starts))[:, 1:].to(device)  # states that drew a token
         with arithmetic([policy], dtype):
-            h, g = (last_hidden(model, ids, mask)[:, :-1][before] for model in (policy, baseline))
-            kl = []
-            for i in range(0, len(h), LOGITS_CHUNK):
-                p = project(policy, h[i : i + LOGITS_CHUNK]).float().log_softmax(-1)
-                q = project(baseline, g[i : i + LOGITS_CHUNK]).float().log_softmax(-1)
-                kl.append((p.exp() * (p - q)).sum(-1))
+            h, g = (last_hidden(m, ids.to(device), mask.to(device))[:, :-1][before] for m in (policy, baseline))
+            kl = [  # (N,) in all, over the response tokens in row order
+                exact_kl(project(policy, h[i : i + LOGITS_CHUNK]), project(baseline, g[i : i + LOGITS_CHUNK]))
+                for i in range(0, len(h), LOGITS_CHUNK)
+            ]
         for i, tokens in zip(part, torch.cat(kl).cpu().split([len(responses[i]) for i in part])):
             results[i] = tokens.mean().item()
         if bar is not None:
             bar.update(len(part))
     return results
+
+
+def exact_kl(policy_logits: Tensor, baseline_logits: Tensor) -> Tensor:
+    """KL(policy || baseline) of next-token distributions, in nats, fp32: (N, V), (N, V) -> (N,)."""
+    p, q = policy_logits.float().log_softmax(-1), baseline_logits.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
 
 
 # --------------------------------------------------------------------------------------------------- evaluate
@@ -149,100 +156,28 @@ def evaluate(cfg: EvaluateConfig) -> dict:
     check_config(cfg)
     check_output_dir(cfg.output_dir, cfg.overwrite)
     accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.seed)
-    device, micro = accelerator.device, cfg.micro_batch_size_per_gpu
     rows = load_prompts(cfg.data, "test")[: cfg.max_prompts]
     if cfg.rules or (cfg.reward_model and cfg.reward_model.style == "rule"):
         check_ground_truth(rows)
     mine = split_for_rank(rows, accelerator.process_index, accelerator.num_processes)
-    results = [{"prompt": row["prompt"][-1]["content"]} for row in mine]
 
     # 1. both models answer; 2. KL along the policy's answers
-    models, tokenizers = {}, {}
-    for name, model_cfg in (("baseline", cfg.baseline), ("policy", cfg.policy)):
-        tokenizer = tokenizers[name] = load_tokenizer(model_cfg.path, model_cfg.trust_remote_code)
-        with accelerator.main_process_first():
-            model = models[name] = load_causal_lm(model_cfg, device)
-        prompts = encode_prompts(tokenizer, mine, cfg.max_prompt_length, cfg.max_response_length, max_positions(model))
-        torch.manual_seed(cfg.seed + accelerator.process_index)
-        with progress_bar(label=f"{name} answers", unit="prompts", total=len(mine)) as bar:
-            stop_ids = eos_ids(tokenizer, model)
-            responses = generate(
-                model,
-                prompts,
-                cfg.max_response_length,
-                cfg.temperature,
-                stop_ids,
-                tokenizer.pad_token_id,
-                progress=bar,
-            )
-        for result, ids in zip(results, responses):
-            result[name] = {
-                "response": decode_response(tokenizer, ids),
-                "response_length": len(ids),
-                "truncated": ids[-1] not in stop_ids,
-            }
-    same_vocabulary = tokenizers["policy"].get_vocab() == tokenizers["baseline"].get_vocab()
-    if same_vocabulary:
-        with progress_bar(label="KL", unit="responses", total=len(mine)) as bar:
-            dtype = next(models["policy"].parameters()).dtype
-            kl = kl_per_token(
-                models["policy"],
-                models["baseline"],
-                prompts,
-                responses,
-                tokenizer.pad_token_id,
-                micro,
-                device,
-                dtype,
-                bar,
-            )
-        for result, value in zip(results, kl):
-            result["policy"]["kl_per_token"] = value
-    del models, model
+    results = answer(cfg, mine, accelerator)
 
     # 3. scores
-    scorers = {}
-    if cfg.reward_model is not None:
-        scorers["reward_score"] = build_scorer(cfg, device)
-    if cfg.gold_function is not None:
-        scorers["gold_score"] = function_scorer(cfg.gold_function)
-    scorers |= {rule: rule_scorer(rule) for rule in cfg.rules}
-    columns = {name: [row.get(name) for row in mine] for name in ("id", "ground_truth", "reference", "metadata")}
-    for metric, scorer in scorers.items():
-        for name in ("baseline", "policy"):
-            texts = [result[name]["response"] for result in results]
-            for result, value in zip(results, scorer([row["prompt"] for row in mine], texts, columns)):
-                result[name][metric] = value
+    scored_by = score(cfg, mine, results, accelerator.device)
     results = gather_lists(results)
 
     # 4. report
-    metrics = [*scorers, "response_length", "truncated"]
-    comparison = {
-        metric: compare([r["baseline"][metric] for r in results], [r["policy"][metric] for r in results], cfg.seed)
-        for metric in metrics
-    }
-    judge = next((m for m in ("gold_score", "reward_score") if m in scorers), metrics[0])
-    won = wins([r["baseline"][judge] for r in results], [r["policy"][judge] for r in results])
-    comparison["win_rate"] = compare([0.5] * len(won), won, cfg.seed)
-    if same_vocabulary:
-        comparison["kl_per_token"] = compare(
-            [0.0] * len(results), [r["policy"]["kl_per_token"] for r in results], cfg.seed
-        )
-    report = {
-        "comparison": comparison,
-        "win_rate_judge": judge,
-        "temperature": cfg.temperature,
-        "policy": cfg.policy.path,
-        "baseline": cfg.baseline.path,
-        "samples": results,
-    }
+    report = summarize(cfg, results, scored_by)
     if accelerator.is_main_process:
         folder = open_output_dir(cfg.output_dir, cfg.overwrite)
         write_json(folder / "report.json", report)
         write_text(folder / "report.html", html_report(report, training_curves(cfg.policy.path)))
         record_run(folder, cfg, started)
         print_report(report, cfg.show_samples)
-        print(f"peak memory {peak_memory_gb(device):.2f} GB; report: {folder / 'report.html'}", flush=True)
+        memory = peak_memory_gb(accelerator.device)
+        print(f"peak memory {memory:.2f} GB; report: {folder / 'report.html'}", flush=True)
     accelerator.end_training()
     return report
 
@@ -262,12 +197,79 @@ def check_config(cfg: EvaluateConfig) -> None:
             raise UserError(f"{name} must be at least 1")
 
 
-def build_scorer(cfg: EvaluateConfig, device):
-    if cfg.reward_model.style == "rule":
-        return rule_scorer(cfg.reward_model.rule)
-    if cfg.reward_model.style == "function":
-        return function_scorer(cfg.reward_model.function)
-    return reward_model_scorer(cfg.reward_model.path, cfg.micro_batch_size_per_gpu, device, cfg.policy.dtype)
+def answer(cfg: EvaluateConfig, rows: list[dict], accelerator) -> list[dict]:
+    """{prompt, baseline, policy} of each row.
+
+    A side holds `response`, `response_length` (tokens, with eos) and `truncated`. Where both models have one
+    vocabulary, policy also holds `kl_per_token`.
+    """
+    results = [{"prompt": row["prompt"][-1]["content"]} for row in rows]
+    models, tokenizers = {}, {}
+    for name, model_cfg in (("baseline", cfg.baseline), ("policy", cfg.policy)):
+        tokenizer = tokenizers[name] = load_tokenizer(model_cfg.path, model_cfg.trust_remote_code)
+        with accelerator.main_process_first():
+            model = models[name] = load_causal_lm(model_cfg, accelerator.device)
+        prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, max_positions(model))
+        torch.manual_seed(cfg.seed + accelerator.process_index)
+        stop_ids, pad_id = eos_ids(tokenizer, model), tokenizer.pad_token_id
+        with progress_bar(label=f"{name} answers", unit="prompts", total=len(rows)) as bar:
+            responses = generate(
+                model, prompts, cfg.max_response_length, cfg.temperature, stop_ids, pad_id, progress=bar
+            )
+        for result, ids in zip(results, responses):
+            result[name] = {
+                "response": decode_response(tokenizer, ids),
+                "response_length": len(ids),
+                "truncated": ids[-1] not in stop_ids,
+            }
+    if tokenizers["policy"].get_vocab() == tokenizers["baseline"].get_vocab():
+        with progress_bar(label="KL", unit="responses", total=len(rows)) as bar:
+            micro = cfg.micro_batch_size_per_gpu
+            kl = kl_per_token(models["policy"], models["baseline"], prompts, responses, micro, bar)
+        for result, value in zip(results, kl):
+            result["policy"]["kl_per_token"] = value
+    return results
+
+
+def score(cfg: EvaluateConfig, rows: list[dict], results: list[dict], device: torch.device) -> list[str]:
+    """Add every score that the configuration asks for to both sides of the results; returns the scores' names."""
+    scorers = {}
+    if cfg.reward_model is not None:
+        scorers["reward_score"] = open_scorer(cfg.reward_model, cfg.micro_batch_size_per_gpu, device, cfg.policy.dtype)
+    if cfg.gold_function is not None:
+        scorers["gold_score"] = function_scorer(cfg.gold_function)
+    scorers |= {rule: rule_scorer(rule) for rule in cfg.rules}
+    prompts = [row["prompt"] for row in rows]
+    columns = {name: [row.get(name) for row in rows] for name in ("id", "ground_truth", "reference", "metadata")}
+    for metric, scorer in scorers.items():
+        for name in ("baseline", "policy"):
+            texts = [result[name]["response"] for result in results]
+            for result, value in zip(results, scorer(prompts, texts, columns)):
+                result[name][metric] = value
+    return list(scorers)
+
+
+def summarize(cfg: EvaluateConfig, results: list[dict], scored_by: list[str]) -> dict:
+    """The report: each metric of all ranks' results compared, with the win rate by the best score that there is."""
+    sides = {
+        metric: ([r["baseline"][metric] for r in results], [r["policy"][metric] for r in results])
+        for metric in [*scored_by, "response_length", "truncated"]
+    }
+    comparison = {metric: compare(*side, cfg.seed) for metric, side in sides.items()}
+    judge = next((m for m in ("gold_score", "reward_score") if m in scored_by), scored_by[0])
+    half = [0.5] * len(results)
+    comparison["win_rate"] = compare(half, wins(*sides[judge]), cfg.seed)
+    if all("kl_per_token" in r["policy"] for r in results):
+        kl = [r["policy"]["kl_per_token"] for r in results]
+        comparison["kl_per_token"] = compare([0.0] * len(results), kl, cfg.seed)
+    return {
+        "comparison": comparison,
+        "win_rate_judge": judge,
+        "temperature": cfg.temperature,
+        "policy": cfg.policy.path,
+        "baseline": cfg.baseline.path,
+        "samples": results,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ report
