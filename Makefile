@@ -1,11 +1,12 @@
-# make demo: the whole pipeline on a small real model. make test: the tests. Each sets up .venv by itself.
+# make demo: the whole pipeline on a small real model. make test: the tests. make lint: format and lint, as .ci/run checks them.
+# Each sets up .venv by itself.
 PYTHON ?= python3
 PY := .venv/bin/python
 MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-slow bench clean
+.PHONY: demo test test-slow lint sizes bench clean
 
 demo: .venv/installed $(MODEL)
 	$(PY) prepare_data.py --config configs/demo_data.yaml --overwrite true
@@ -18,6 +19,13 @@ test: .venv/installed
 
 test-slow: .venv/installed $(MODEL)
 	$(PY) -m pytest -q -m slow tests
+
+lint: .venv/installed
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+
+sizes: .venv/installed
+	$(PY) benchmarks/sizes.py
 
 bench: .venv/installed $(MODEL)
 	$(PY) benchmarks/ppo_step.py
