@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import CPU, ROOT, byte_tokenizer, close, messages, ppo_config, rollouts, stir, tiny_llama
+from safetensors.torch import load_file
 
 from train_ppo import CriticConfig, add_logprobs_and_values, build_roles, make_batch, save_final
 from train_reward import RewardTrainConfig, build_model
@@ -34,6 +35,12 @@ TEXTS = ["a", "some words", "eleven char", "x" * 40, "yes", "no no no"]
 
 
 # --- tokenizers
+
+
+def assert_on_the_reference(rows):
+    """The policy's log-probabilities are there, and are those of the reference to the last bit."""
+    for row in rows:
+        assert len(row.logprobs) == len(row.response_ids) and row.logprobs == row.ref_logprobs
 
 
 def test_pad_is_not_eos_where_another_special_token_exists(tiny):
@@ -228,7 +235,7 @@ def test_dropout_is_off_everywhere(tmp_path):
     model, rows = build_roles(cfg, CPU), rollouts()
     model.train()  # as a trainer may do
     add_logprobs_and_values(rows, model, cfg, 0, CPU)
-    assert all(row.logprobs == row.ref_logprobs for row in rows)
+    assert_on_the_reference(rows)
 
 
 @pytest.mark.parametrize("names", [["q_proj", "lm_head"], ["q_proj", "embed_tokens"]])
@@ -241,7 +248,7 @@ def test_full_fine_tuning_in_bfloat16_starts_at_the_reference(tiny):
     cfg = ppo_config(tiny, model=ModelConfig(tiny, dtype="bfloat16"), lora=None, critic=CriticConfig("shared"))
     model, rows = build_roles(cfg, CPU), rollouts()
     add_logprobs_and_values(rows, model, cfg, 0, CPU)
-    assert all(row.logprobs == row.ref_logprobs for row in rows)
+    assert_on_the_reference(rows)
 
 
 def test_last_layers_end_the_backward_pass(tiny):
@@ -270,7 +277,7 @@ def test_a_policy_that_starts_from_an_adapter_has_kl_zero(tiny, tmp_path):
     cfg = ppo_config(str(tmp_path / "adapter"))
     started, rows = build_roles(cfg, CPU), rollouts()
     add_logprobs_and_values(rows, started, cfg, 0, CPU)
-    assert all(row.logprobs == row.ref_logprobs for row in rows)
+    assert_on_the_reference(rows)
     save_final(started, tokenizer, cfg, tmp_path / "again")
     assert {p.name for p in (tmp_path / "again").iterdir()} == {
         "final",
@@ -300,7 +307,8 @@ def test_saved_policy_is_the_policy(tiny, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"final", "adapter", "critic"}
     for name in ("adapter", "critic"):
         assert json.loads((tmp_path / name / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny
-    assert (tmp_path / "critic" / "value_head.safetensors").exists()
+    head = load_file(tmp_path / "critic" / "value_head.safetensors")
+    assert torch.equal(head["weight"], model.value_head.weight) and torch.equal(head["bias"], model.value_head.bias)
 
 
 def test_bfloat16_keeps_trained_weights_and_outputs_in_float32(tiny):
@@ -404,7 +412,8 @@ def test_reward_role_gives_the_reward_models_scores(tiny, reward_folders, name):
     model = build_roles(cfg, CPU)
     stir(model)
     assert model.roles["reward"] == (("backbone", "reward") if name == "adapter" else ("reward", None))
-    assert not any(p.requires_grad for n, p in model.named_parameters() if "reward" in n or "score" in n)
+    rewards = [p.requires_grad for n, p in model.named_parameters() if "reward" in n or "score" in n]
+    assert len(rewards) == (2 * 7 * 2 + 1 if name == "adapter" else 21) and not any(rewards)
 
     def forward(ids, mask):
         return model({"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}, ("reward",))[
@@ -446,7 +455,8 @@ def test_a_critic_can_start_from_a_reward_model(tiny, reward_folders, tmp_path, 
     trained = [n for n in model.trainable() if model._is_critic(n)]
     assert trained and all(p.dtype == torch.float32 for p in model.trainable().values())
     save_final(model, tokenizer, cfg, tmp_path / "out")
-    assert (tmp_path / "out" / "critic" / "value_head.safetensors").exists()
+    head = load_file(tmp_path / "out" / "critic" / "value_head.safetensors")
+    assert torch.equal(head["weight"], model.value_head.weight) and head["weight"].any()
 
 
 @pytest.mark.parametrize("kind, message", [("separate", "without a score head"), ("adapter", "is not a LoRA of")])
@@ -532,7 +542,7 @@ def test_models_that_are_no_reward_models_are_refused(tiny, tmp_path):
 
 
 def test_a_model_that_lacks_weights_is_refused(tiny, tmp_path):
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     tiny_llama().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

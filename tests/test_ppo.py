@@ -34,6 +34,7 @@ from train_ppo import (
     add_logprobs_and_values,
     build_roles,
     experience,
+    mini_batch_step,
     prompt_order,
     train,
     update,
@@ -171,15 +172,24 @@ def test_group_advantages_stand_on_every_token(tiny):
         assert metrics["objective/return_mean"] == pytest.approx((2 * 1 + 3 * 3 + 5 * 5) / 10)
 
 
-def test_token_mean_over_the_mini_batch():
-    """Two replies of 2 and 6 tokens with losses 1 and 0: the mean is 0.25, whatever the micro-batches."""
-    from utils import masked_mean
-
-    mask = torch.tensor([[True] * 2 + [False] * 4, [True] * 6])
-    losses = torch.tensor([[1.0] * 6, [0.0] * 6])
-    assert masked_mean(losses, mask) == 0.25
-    parts = [masked_mean(losses[i : i + 1], mask[i : i + 1]) * mask[i].sum() / mask.sum() for i in range(2)]
-    assert sum(parts) == 0.25
+@pytest.mark.parametrize("micro", [1, 2])
+def test_token_mean_over_the_mini_batch(tiny, micro):
+    """Two replies of 2 and 6 tokens with advantages -1 and 0 at ratio 1: the loss is 2 / 8, whatever the micro-batches."""
+    cfg = ppo_config(
+        tiny,
+        train_batch_size=2,
+        ppo_mini_batch_size=2,
+        ppo_micro_batch_size_per_gpu=micro,
+        rollout=RolloutConfig(n=2),
+        algorithm=AlgorithmConfig("rloo"),
+    )
+    model, rows = build_roles(cfg, CPU), rollouts((2, 6))
+    add_logprobs_and_values(rows, model, cfg, 0, CPU)
+    tensors, _ = experience(rows, cfg, 0.1)
+    tensors["advantages"] = torch.where(tensors["mask"], torch.tensor([[-1.0], [0.0]]), 0.0)
+    optimizer = torch.optim.SGD(model.trainable().values(), lr=0.1)
+    metrics, verdict = mini_batch_step(run_of(cfg, model, optimizer), [0, 1], rows, tensors)
+    assert metrics["policy/loss"] == pytest.approx(0.25, abs=1e-6) and verdict.action == "go on"
 
 
 def test_warmup_moves_the_critic_only(tiny):
