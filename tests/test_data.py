@@ -806,8 +806,8 @@ def test_d23_split_is_by_prompt_whatever_its_case_and_spaces(tmp_path, tiny):
     report, train = run(tmp_path, rows, tiny, eval_fraction=0.3, near_duplicates=None)
     test = load(tmp_path / "out", "test")
     sides = [{" ".join(r["prompt"][0]["content"].lower().split()) for r in side} for side in (train, test)]
-    assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 50 and 5 <= len(sides[1]) <= 25
-    assert report["rows_out"] == {"train": len(train), "test": len(test)} and len(train) + len(test) == 200
+    assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 50 and len(sides[1]) == 17
+    assert report["rows_out"] == {"train": len(train), "test": len(test)} == {"train": 132, "test": 68}
     assert not {r["id"] for r in train} & {r["id"] for r in test}
     keys = np.array([prompt_key(messages(f"p{i}")) for i in range(10_000)], dtype=np.uint64)
     assert int(in_test_split(keys, 0, 0.3).sum()) == pytest.approx(3000, abs=150)
@@ -817,19 +817,17 @@ def test_d23_split_is_by_prompt_whatever_its_case_and_spaces(tmp_path, tiny):
 
 
 def test_d23_train_prompts_near_to_a_test_prompt_are_dropped(tmp_path, tiny):
-    base = [f"{LONG} and {a} {b} {c}" for a, b, c in (r["prompt"].split() for r in pairs(40))]
+    """40 prompts of 24 words, each a second time with one word more: 24 stay in the train split, 16 leave it."""
+    base = [" ".join(row["prompt"] for row in pairs(8, start=100 + i)) for i in range(40)]
     rows = [{"prompt": p, "chosen": "yes", "rejected": r["rejected"]} for p, r in zip(base, pairs(40, start=5))]
     rows += [
         {"prompt": p + " indeed", "chosen": r["chosen"], "rejected": "no"} for p, r in zip(base, pairs(40, start=6))
     ]
-    report, train = run(tmp_path, rows, tiny, eval_fraction=0.3, near_duplicates=0.8)
+    report, train = run(tmp_path, rows, tiny, eval_fraction=0.3, near_duplicates=0.8, max_prompt_length=999)
     test = load(tmp_path / "out", "test")
-    stems = [{r["prompt"][0]["content"].removesuffix(" indeed") for r in side} for side in (train, test)]
-    assert (
-        not stems[0] & stems[1]
-        and report["dropped"]["near_test_prompt"] > 0
-        and set(report["dropped"]) == {"near_test_prompt"}
-    )
+    stems = [{text.removesuffix(" indeed") for text in texts(side)} for side in (train, test)]
+    assert not stems[0] & stems[1] and (len(stems[0]), len(stems[1])) == (24, 16)
+    assert report["dropped"] == {"near_test_prompt": 14} and report["rows_out"] == {"train": 48, "test": 18}
 
 
 def test_files_that_are_left_out_are_named_once(tmp_path, tiny, capsys):
@@ -888,10 +886,7 @@ def test_d23_the_encoding_of_accents_makes_no_other_prompt(tmp_path, tiny):
         eval_source=official,
         eval_fraction=None,
     )
-    assert report["dropped"] == {"prompt_in_test": 1, "near_duplicate": 1} or report["dropped"] == {
-        "prompt_in_test": 1
-    }
-    assert not {"cafe\u0301"} & texts(train)
+    assert report["dropped"] == {"prompt_in_test": 1} and texts(train) == {"b", "b "}
 
 
 # --- sources, weights, columns, exclusion
@@ -903,12 +898,10 @@ def test_weights_and_several_sources(tmp_path, tiny):
     test = load(tmp_path / "out", "test")
     counts = {s: sum(r["source"] == s for r in train) for s in (a, b)}
     ids = {s: len({r["id"] for r in train if r["source"] == s}) for s in (a, b)}
-    assert ids[a] + sum(r["source"] == a for r in test) == 400 and 2.3 * ids[a] < counts[a] < 2.7 * ids[a]
-    assert (
-        counts[b] == ids[b]
-        and 50 < counts[b] < 110
-        and report["dropped"] == {"left_out_by_weight": 400 - ids[b] - sum(r["source"] == b for r in test)}
-    )
+    held_out = {s: sum(r["source"] == s for r in test) for s in (a, b)}
+    # of a 323 pairs twice or three times, 77 held out; of b 76 once, 73 held out, and the 251 others left out
+    assert (counts, ids, held_out) == ({a: 799, b: 76}, {a: 323, b: 76}, {a: 77, b: 73})
+    assert report["dropped"] == {"left_out_by_weight": 251}
     assert len({r["id"] for r in test}) == len(test)  # weights are about training
     again, _ = run(tmp_path, [], tiny, source=[Source(a, 2.5), Source(b, 0.25)], eval_fraction=0.2)
     assert again == report and load(tmp_path / "out", "train") == train
@@ -1394,10 +1387,8 @@ def test_tfidf_by_hand():
     1 + log 2."""
     rarity = word_rarity(iter([["the cat", "the dog"], ["the", "The the"]]))
     a, b, c = tfidf(["the cat", "The DOG", "cat cat the"], rarity)
-    rare = np.log(5 / 2) + 1
-    assert a @ b == pytest.approx(1 / (1 + rare**2), abs=1e-6)
-    twice = rare * (1 + np.log(2))
-    assert a @ c == pytest.approx((1 + rare * twice) / np.sqrt((1 + rare**2) * (1 + twice**2)), abs=1e-6)
+    assert a @ b == pytest.approx(0.214033, abs=1e-6)  # 1 / (1 + 1.916291²)
+    assert a @ c == pytest.approx(0.983484, abs=1e-6)  # twice weighs 1.916291 * 1.693147 = 3.244562
     assert a @ a == pytest.approx(1, abs=1e-6)
 
 
