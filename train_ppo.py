@@ -43,14 +43,7 @@ from utils.files import replacing, write_text
 from utils.guards import GO_ON, GuardConfig, Guards, Verdict
 from utils.models import RoleModel
 from utils.report import curves_svg, page
-from utils.rewards import (
-    RewardConfig,
-    check_ground_truth,
-    check_reward_config,
-    function_scorer,
-    model_scores,
-    rule_scorer,
-)
+from utils.rewards import RewardConfig, Scorer, check_ground_truth, check_reward_config, open_reward_model, open_scorer
 from utils.rollout import generate
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, masked_mean, masked_variance, masked_whiten, pad_rows
@@ -471,7 +464,7 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
     model = RoleModel(loaded, roles, dtype)
     model.score_head = score_head
     if value_head is not None:  # of a reward model: values in the unit of the normalised scores
-        mean, std = score_scale(cfg.critic.path)
+        mean, std = models.score_scale(cfg.critic.path)
         model.value_head.weight.data.copy_(value_head.weight / std)
         bias = 0.0 if value_head.bias is None else value_head.bias.item()
         model.value_head.bias.data.fill_((bias - mean) / std)
@@ -527,12 +520,6 @@ def add_reward(cfg: PPOConfig, loaded: dict, roles: dict, device: torch.device):
     loaded["reward"] = models.load_reward_model(source, device)
     roles["reward"] = ("reward", None)
     return None
-
-
-def score_scale(path: str) -> tuple[float, float]:
-    """Mean and deviation of a reward model's scores on its held-out data; (0, 1) if nobody measured them."""
-    stats = models.read_stats(path)
-    return (stats["score_mean"], max(stats["score_std"], 1e-6)) if stats else (0.0, 1.0)
 
 
 # --------------------------------------------------------------------------------------------------- one run
@@ -741,32 +728,19 @@ def respond(run: Run, rows: list[int], prompts: list[list[int]], temperature: fl
 # --------------------------------------------------------------------------------------------------- 2 score
 
 
-def build_scorer(cfg: PPOConfig, model: RoleModel, tokenizer, device: torch.device):
+def build_scorer(cfg: PPOConfig, roles: RoleModel, tokenizer, device: torch.device) -> Scorer:
     """The reward as f(prompts, responses, columns) -> scores; a reward model's are shifted and scaled to its stats."""
-    if cfg.reward_model.style == "rule":
-        return rule_scorer(cfg.reward_model.rule)
-    if cfg.reward_model.style == "function":
-        return function_scorer(cfg.reward_model.function)
-    on_backbone = model.roles["reward"][0] == "backbone"
-    own = tokenizer if on_backbone else models.load_tokenizer(cfg.reward_model.path)
-    stats = models.read_stats(cfg.reward_model.path)
-    if stats and stats["template_fingerprint"] != models.template_fingerprint(own):
-        raise UserError(
-            f"{cfg.reward_model.path} was trained with another chat template or tokenizer than "
-            f"{'the policy has' if on_backbone else 'its folder holds'}, so its scores would mean nothing; train it again"
-        )
-    mean, std = score_scale(cfg.reward_model.path)
+    reward = None
+    if cfg.reward_model.style == "model":
 
-    def forward(ids: Tensor, mask: Tensor) -> Tensor:
-        batch = {"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}
-        return model(batch, ("reward",))["scores"]
+        def forward(ids: Tensor, mask: Tensor) -> Tensor:
+            batch = {"input_ids": ids, "attention_mask": mask, "response_mask": torch.zeros_like(mask)}
+            return roles(batch, ("reward",))["scores"]
 
-    def scorer(prompts, responses, columns):
-        positions = models.max_positions(model.lm("reward"))
-        raw = model_scores(forward, own, prompts, responses, cfg.log_prob_micro_batch_size_per_gpu, device, positions)
-        return [(score - mean) / std for score in raw]
-
-    return scorer
+        own = tokenizer if roles.roles["reward"][0] == "backbone" else None
+        positions = models.max_positions(roles.lm("reward"))
+        reward = open_reward_model(cfg.reward_model.path, device, forward=forward, positions=positions, tokenizer=own)
+    return open_scorer(cfg.reward_model, cfg.log_prob_micro_batch_size_per_gpu, device, reward=reward, scaled=True)
 
 
 def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:

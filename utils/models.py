@@ -652,5 +652,11 @@ def read_stats(path: str) -> dict | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
+def score_scale(path: str) -> tuple[float, float]:
+    """Mean and deviation of a reward model's scores on its held-out data; (0, 1) if nobody measured them."""
+    stats = read_stats(path)
+    return (stats["score_mean"], max(stats["score_std"], 1e-6)) if stats else (0.0, 1.0)
+
+
 def write_stats(path: Path, stats: dict) -> None:
     write_json(path / STATS_FILE, stats)
