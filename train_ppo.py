@@ -213,14 +213,12 @@ def check_config(cfg: PPOConfig) -> None:
     check_critic(cfg)
     algorithm, estimator = cfg.algorithm, cfg.algorithm.adv_estimator
     if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        raise UserError(
-            "algorithm.kl_estimator k1 has a gradient of 0 on average as a loss; use k2 or k3 with kl_in loss"
-        )
+        raise UserError("algorithm.kl_estimator k1 has a gradient of 0 on average as a loss; use k2 or k3")
     if algorithm.clip_ratio_c is not None and algorithm.clip_ratio_c <= 1 + algorithm.clip_ratio:
         raise UserError("algorithm.clip_ratio_c must be above 1 + clip_ratio")
     if estimator != "gae" and cfg.rollout.n < 2:
         raise UserError(
-            f"algorithm.adv_estimator {estimator} compares the responses to a prompt: set rollout.n to 2 or more"
+            f"algorithm.adv_estimator {estimator} compares a prompt's responses: set rollout.n to 2 or more"
         )
     for name, switch in (("eval_prompts", "eval_every"), ("keep_last", "save_every")):
         if not getattr(cfg, switch) and name in changed_keys(cfg):
@@ -235,10 +233,7 @@ def check_config(cfg: PPOConfig) -> None:
 
 def check_kl_control(control: KLControl) -> None:
     if control.method == "fixed" and changed_keys(control):
-        raise UserError(
-            "algorithm.kl_ctrl.target_kl, horizon and decay have no effect with method fixed; "
-            "set method adaptive or moving_average"
-        )
+        raise UserError("algorithm.kl_ctrl.target_kl, horizon and decay have no effect with method fixed; set method")
     if control.method != "fixed" and (control.target_kl is None or not control.target_kl > 0):
         raise UserError(f"algorithm.kl_ctrl.method {control.method} needs target_kl above 0, in nats a token")
     if control.decay is not None and (control.method != "moving_average" or not 0 <= control.decay < 1):
@@ -254,20 +249,14 @@ def check_critic(cfg: PPOConfig) -> None:
         idle += [f"critic.{name}" for name in changed_keys(cfg.critic) if name != "kind"]  # recipes set the kind
         if idle:
             raise UserError(
-                f"{', '.join(idle)} has no effect with algorithm.adv_estimator {estimator}, which has no critic; "
-                "leave it at its default"
+                f"{', '.join(idle)} has no effect with adv_estimator {estimator}, which has no critic; remove it"
             )
     elif kind == "adapter" and cfg.lora is None:
         raise UserError("critic.kind adapter needs lora; with lora null set critic.kind shared or separate")
     if kind != "shared" and cfg.critic.loss_coef is not None:
-        raise UserError(
-            f"critic.loss_coef has no effect with critic.kind {kind}, which learns apart from the policy; remove it"
-        )
+        raise UserError(f"critic.loss_coef has no effect with critic.kind {kind}; it is for kind shared")
     if kind == "shared" and cfg.critic.path is not None:
-        raise UserError(
-            "critic.path has no effect with critic.kind shared, whose trunk is the policy's; "
-            "use kind adapter or separate"
-        )
+        raise UserError("critic.path has no effect with critic.kind shared; use kind adapter or separate")
 
 
 def count_steps(cfg: PPOConfig, n_rows: int, world: int) -> int:
@@ -448,10 +437,8 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
     if cfg.lora is None:
         policy = models.load_causal_lm(cfg.model, device, torch.float32).requires_grad_(True)
         reference = models.load_causal_lm(cfg.model, device, torch.float32)  # as the policy, so that KL starts at 0
-        loaded, roles = (
-            {"policy": policy, "reference": reference},
-            {name: (name, None) for name in ("policy", "reference")},
-        )
+        loaded, roles = {"policy": policy, "reference": reference}, {}
+        roles |= {name: (name, None) for name in loaded}
     else:
         backbone = models.add_lora(models.load_causal_lm(cfg.model, device, dtype), cfg.lora, "policy", cfg.seed)
         loaded, roles = {"backbone": backbone}, {"policy": ("backbone", "policy"), "reference": ("backbone", None)}
@@ -497,9 +484,7 @@ def add_critic(cfg: PPOConfig, loaded: dict, roles: dict, device: torch.device, 
             critic = models.load_reward_model(source, device, dtype)
             head = critic.score
         else:
-            raise UserError(
-                f"critic.path {path} has another vocabulary than the policy, so it cannot read the policy's tokens"
-            )
+            raise UserError(f"critic.path {path} has another vocabulary, so it cannot read the policy's tokens")
         critic.score = nn.Identity()  # the value head of RoleModel takes its place
         if cfg.lora is None:
             loaded["critic"], roles["critic"] = critic.requires_grad_(True), ("critic", None)
@@ -547,29 +532,21 @@ class Run:
 
     cfg: PPOConfig
     accelerator: object
-    roles: RoleModel
-    """for forwards without gradients"""
-    model: nn.Module
-    """`roles` as Accelerate wrapped it, for forwards with gradients"""
+    roles: RoleModel  # for forwards without gradients
+    model: nn.Module  # the same as Accelerate wrapped it, for forwards with gradients
     optimizer: object
     guards: Guards
-    state: dict
-    """see `new_state`"""
+    state: dict  # see new_state
     pad_id: int
-    stop_ids: list[int] = field(default_factory=list)
-    """tokens that end a response"""
+    stop_ids: list[int] = field(default_factory=list)  # tokens that end a response
     tokenizer: object = None
-    scorer: object = None
-    rows: list[dict] = field(default_factory=list)
-    """train prompts, as stage 1 wrote them"""
-    prompts: list[list[int]] = field(default_factory=list)
-    """their ids"""
-    held_out: list[dict] = field(default_factory=list)
-    """test prompts of eval_every"""
+    scorer: Scorer | None = None
+    rows: list[dict] = field(default_factory=list)  # train prompts, as stage 1 wrote them
+    prompts: list[list[int]] = field(default_factory=list)  # their ids
+    held_out: list[dict] = field(default_factory=list)  # test prompts of eval_every
     metrics: Metrics | None = None
     total_steps: int = 0
-    base_lr: dict[str, float] = field(default_factory=dict)
-    """learning rates of policy and critic before roll-backs, in the order of the optimizer's groups"""
+    base_lr: dict[str, float] = field(default_factory=dict)  # of the optimizer's groups, before roll-backs
 
     @property
     def folder(self) -> Path:
@@ -712,13 +689,12 @@ def sample(run: Run) -> list[Rollout]:
 
 def respond(run: Run, rows: list[int], prompts: list[list[int]], temperature: float) -> list[Rollout]:
     """The policy's responses; temperature 0 is greedy. rows: numbers that the rollouts keep."""
-    length, batch_size, synced = (
-        run.cfg.max_response_length,
-        run.cfg.rollout.micro_batch_size_per_gpu,
-        launch.is_zero3(run.accelerator),
-    )
+    cfg, synced = run.cfg, launch.is_zero3(run.accelerator)
     with run.roles.use("policy") as lm:
-        responses = generate(lm, prompts, length, temperature, run.stop_ids, run.pad_id, batch_size, synced=synced)
+        responses = generate(
+            lm, prompts, cfg.max_response_length, temperature, run.stop_ids, run.pad_id,
+            cfg.rollout.micro_batch_size_per_gpu, synced=synced,
+        )  # fmt: skip
     return [
         Rollout(row, prompt, ids, decode_response(run.tokenizer, ids), ended=ids[-1] in run.stop_ids)
         for row, prompt, ids in zip(rows, prompts, responses)
@@ -886,10 +862,8 @@ def mean_metrics(seen: list[dict[str, float]]) -> dict[str, float]:
 def micro_batches(run: Run, rows: list[int], rollouts, tensors) -> Iterator[tuple[dict, dict, bool]]:
     """This rank's share of a mini-batch: (batch for the model, token tensors (b, t), whether it is the last)."""
     rows = [rows[i] for i in longest_first([tokens_of(rollouts[r]) for r in rows], len(rows))[0]]
-    mine, micro = (
-        rows[run.accelerator.process_index :: run.accelerator.num_processes],
-        run.cfg.ppo_micro_batch_size_per_gpu,
-    )
+    micro = run.cfg.ppo_micro_batch_size_per_gpu
+    mine = rows[run.accelerator.process_index :: run.accelerator.num_processes]
     for i in range(0, len(mine), micro):
         part = mine[i : i + micro]
         width = int(tensors["mask"][part].sum(1).max())
@@ -944,16 +918,14 @@ def mini_batch_step(
         norms = clip_gradients(run)
         metrics |= {f"{name}/grad_norm": norm for name, norm in norms.items()}
         learning = {name: norm for name, norm in norms.items() if name != "policy" or not run.warming_up}
-        bad = [name for name, norm in learning.items() if not math.isfinite(norm)]
+        bad = " and ".join(name for name, norm in learning.items() if not math.isfinite(norm))
         if bad and not run.guards.cfg.enabled:
-            which = " and ".join(bad)
             raise UserError(
-                f"step {run.step}: the gradient of the {which} is not finite; lower lr or set guards.enabled"
+                f"step {run.step}: the gradient of the {bad} is not finite; lower lr or set guards.enabled"
             )
         verdict = run.guards.check_gradients(run.step, learning)
-    (launch.step_optimizer if verdict.action == "go on" else launch.discard_gradients)(
-        accelerator, run.model, run.optimizer
-    )
+    finish = launch.step_optimizer if verdict.action == "go on" else launch.discard_gradients
+    finish(accelerator, run.model, run.optimizer)
     return metrics, verdict
 
 
@@ -962,9 +934,7 @@ def clip_gradients(run: Run) -> dict[str, float]:
     norms = {}
     for name, parameters in run.roles.groups().items():
         norms[name] = launch.clip_grad_norm(run.accelerator, parameters, run.cfg.max_grad_norm)
-        if (
-            name == "policy" and run.warming_up
-        ):  # a shared critic's loss reaches it too, and Adam counts zero gradients
+        if name == "policy" and run.warming_up:  # a shared critic's loss reaches it, and Adam counts zero gradients
             launch.drop_gradients(run.accelerator, parameters)
     return norms
 
@@ -1002,9 +972,8 @@ def roll_back(run: Run, verdict: Verdict) -> None:
     """
     cfg, state, folder, limit = run.cfg, run.state, run.folder, run.cfg.guards.max_rollbacks
     rollbacks, step = state["rollbacks"] + 1, run.step
-    restored = new_state(cfg) | load_checkpoint(
-        folder, run.accelerator, run.model, run.optimizer, set(), before=verdict.before
-    )
+    restored = load_checkpoint(folder, run.accelerator, run.model, run.optimizer, set(), before=verdict.before)
+    restored = new_state(cfg) | restored
     run.metrics.keep(restored["step"])
     if rollbacks > limit:
         run.guards.event(step, "max_rollbacks", rollbacks, limit, "stopping", f"{verdict.guard} was crossed again")
@@ -1088,9 +1057,9 @@ def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_mai
     name, adapter = model.roles["policy"]
     weights = models.merged_state_dict(model.models[name], adapter, keep=is_main)
     critic, critic_adapter = model.roles.get("critic", (None, None))
-    own_critic = (
-        models.merged_state_dict(model.models["critic"], critic_adapter, keep=is_main) if critic == "critic" else None
-    )
+    own_critic = None
+    if critic == "critic":
+        own_critic = models.merged_state_dict(model.models["critic"], critic_adapter, keep=is_main)
     heads = model.value_head.parameters() if critic else ()
     with launch.whole(model.trainable().values() if adapter is not None else heads):
         if not is_main:
