@@ -235,8 +235,9 @@ def test_steps_of_epochs():
 
 
 def test_null_for_a_branch_that_is_not_optional():
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="a branch of the configuration has the wrong type") as caught:
         ppo("--critic", "null")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_resumed_run_keeps_its_configuration(tmp_path):
@@ -282,8 +283,15 @@ def run(stage, *options, env=None):
 
 
 def test_benchmarks_import_from_the_project():
-    code = "import runpy, sys; sys.path[0] = 'benchmarks'; runpy.run_path('benchmarks/ppo_step.py'); import data.demo.gold"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    """Each of them starts with its own folder on the path, whose data.py must not hide the folder data/."""
+    code = (
+        "import runpy, sys; sys.path[0] = 'benchmarks'; runpy.run_path(f'benchmarks/{sys.argv[1]}.py'); "
+        "import data.demo.gold, utils.data; print(data.demo.gold.__file__, utils.data.__file__)"
+    )
+    for name in ("ppo_step", "loader"):
+        result = subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True)
+        found = [str(ROOT / "data" / "demo" / "gold.py"), str(ROOT / "utils" / "data.py")]
+        assert (result.returncode, result.stdout.split()) == (0, found), result.stderr
 
 
 def test_bad_input_ends_with_one_line_and_code_2(tmp_path, tiny, preferences):
@@ -389,6 +397,9 @@ def test_any_console_can_show_any_text(tmp_path, tiny):
 
 
 def test_importing_a_stage_does_nothing_and_needs_no_deepspeed():
-    code = "import sys, prepare_data, train_reward, train_ppo, evaluate; assert not {'deepspeed', 'vllm', 'matplotlib'} & set(sys.modules)"
+    code = (
+        "import sys, prepare_data, train_reward, train_ppo, evaluate; "
+        "assert not {'deepspeed', 'vllm', 'matplotlib'} & set(sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and result.stdout == "", result.stderr

@@ -197,9 +197,14 @@ def test_all_formats_give_equal_rows(tmp_path):
 
 
 def test_a_prepared_folder_gives_the_rows_that_stage_1_wrote(preferences):
+    rows = {}
     for split in ("train", "test"):
         loader = Batches(preferences, split, PREFERENCE, 10, shuffle=False)
-        assert flat(take(loader, loader.per_epoch)) == load_rows(preferences, split, PREFERENCE)
+        rows[split] = flat(take(loader, loader.per_epoch))
+        assert rows[split] == load_rows(preferences, split, PREFERENCE)
+    prompts = [row["prompt"][0]["content"] for row in rows["train"] + rows["test"]]
+    assert sorted(prompts) == sorted(f"q{i}" for i in range(96)) and min(map(len, rows.values())) > 10
+    assert all((row["chosen"][:4], row["rejected"][:3]) == ("yes ", "no ") for row in rows["train"] + rows["test"])
 
 
 def test_trajectories_and_metadata_from_hdf5_and_json_lines(tmp_path):
@@ -319,7 +324,8 @@ def test_a_bad_row_is_named_in_the_thread_that_trains(tmp_path, line, message):
         (
             "rows.jsonl",
             '{"prompt": "p", "answer": "a"}',
-            r"rows.jsonl:1: this needs preference \(prompt, chosen, rejected\), the row has answer, prompt; run prepare_data.py",
+            r"rows.jsonl:1: this needs preference \(prompt, chosen, rejected\), the row has answer, prompt; "
+            "run prepare_data.py",
         ),
     ],
 )
@@ -475,7 +481,7 @@ def test_a_large_prepared_folder_has_small_blocks(tmp_path, tiny):
         )
     )
     loader = Batches(str(tmp_path / "data"), "train", PREFERENCE, 100)
-    assert loader.rows == 2500 and max(block.rows for block in loader.blocks) <= 1000
+    assert [block.rows for block in loader.blocks] == [1000, 1000, 500]
 
 
 def reward_config(model: str, data, output, **changes) -> RewardTrainConfig:
