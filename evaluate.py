@@ -43,7 +43,7 @@ from utils.rewards import (
 )
 from utils.rollout import generate
 from utils.run import check_output_dir, open_output_dir, record_run, run_stage
-from utils.tensors import pad_rows
+from utils.tensors import longest_first, pad_rows
 from utils.tracking import peak_memory_gb, progress_bar, read_metrics
 
 BOOTSTRAP_SAMPLES = 10_000
@@ -122,9 +122,7 @@ def kl_per_token(policy, baseline, prompts, responses, micro_batch_size: int, ba
     """
     device, dtype = (getattr(next(policy.parameters()), name) for name in ("device", "dtype"))
     results = [0.0] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(responses[i]))
-    for start in range(0, len(order), micro_batch_size):
-        part = order[start : start + micro_batch_size]
+    for part in longest_first([len(p) + len(r) for p, r in zip(prompts, responses)], micro_batch_size):
         ids, mask = pad_rows([prompts[i] + responses[i] for i in part], 0, torch.long)  # (B, S); the mask hides the 0s
         starts = torch.tensor([len(prompts[i]) for i in part])[:, None]
         before = (mask & (torch.arange(ids.shape[1]) >= starts))[:, 1:].to(device)  # states that drew a token

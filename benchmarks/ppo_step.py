@@ -97,7 +97,8 @@ def main() -> None:
             (out["logprobs"].sum() + out["values"].sum()).backward()
         whole = len(rows) * (prompt + response) * roles.lm("policy").config.vocab_size
         print(
-            f"  largest fp32 tensor in an update of 32 responses: {largest.numel * 4 / 2**20:.0f} MiB (all logits would be {whole * 4 / 2**20:.0f} MiB)"
+            f"  largest fp32 tensor in an update of 32 responses: {largest.numel * 4 / 2**20:.0f} MiB "
+            f"(all logits would be {whole * 4 / 2**20:.0f} MiB)"
         )
 
 

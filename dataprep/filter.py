@@ -91,19 +91,17 @@ def load_judge(cfg: FilterConfig) -> Judge:
     """The reward model as a function of preference rows."""
     import torch
 
-    from utils.models import read_stats
-    from utils.rewards import reward_model_scorer
+    from utils.rewards import open_reward_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    scorer = reward_model_scorer(cfg.reward_model, cfg.micro_batch_size, device)
-    temperature = (read_stats(cfg.reward_model) or {}).get("temperature", 1.0)
+    model = open_reward_model(cfg.reward_model, device)
 
     def judge(rows: list[dict]) -> list[dict]:
         answers = [row[name] for name in ("chosen", "rejected") for row in rows]
-        scores = scorer([row["prompt"] for row in rows] * 2, answers, {})
+        scores = model.scores([row["prompt"] for row in rows] * 2, answers, cfg.micro_batch_size)
         return [
             {
-                "probability": 0.5 + 0.5 * math.tanh((chosen - rejected) / temperature / 2),  # sigmoid
+                "probability": 0.5 + 0.5 * math.tanh((chosen - rejected) / model.temperature / 2),  # sigmoid
                 "score_chosen": chosen,
                 "score_rejected": rejected,
             }

@@ -218,7 +218,7 @@ def test_scattered_rewards_are_written_aside_and_the_run_goes_on(tiny, preferenc
 
 
 def test_rolling_back_restores_everything_and_ends(tiny, preferences, tmp_path, monkeypatch):
-    """Any move away from the reference is too far: back to step 0 each time, with other prompts and twice the kl_coef, then exit."""
+    """Any move from the reference is too far: back to step 0, with other prompts and twice the kl_coef, then exit."""
     chosen = []
     order = train_ppo.prompt_order
     monkeypatch.setattr(train_ppo, "prompt_order", lambda *args: chosen.append(order(*args)) or chosen[-1])
@@ -256,7 +256,7 @@ def test_rolling_back_restores_everything_and_ends(tiny, preferences, tmp_path, 
 
 
 def test_rolling_back_never_deletes_the_last_checkpoint_and_adds_up(tiny, preferences, tmp_path, monkeypatch):
-    """KL is said to be too high in steps 7 and 6 of checkpoints 5 and 6: back to 5, then to 5 again, for nothing older is left."""
+    """KL is said to be too high in steps 7 and 6 of checkpoints 5 and 6: back to 5, and to 5 again, the oldest."""
     bad = iter([7, 6])
     crossing = [next(bad)]
     check = Guards.check_rollouts
@@ -318,7 +318,7 @@ def test_without_a_limit_on_update_kl_no_forward_is_spent_on_it(tiny, tmp_path, 
 
 
 def test_steps_that_were_all_skipped_can_be_gone_on_from(tiny, preferences, tmp_path):
-    """No optimizer step is ever taken, so the checkpoints hold no moments: the third in a row goes back, the next third ends the run."""
+    """No optimizer step is taken, so checkpoints hold no moments: the third in a row goes back, the next third ends."""
     cfg = base_config(
         tiny,
         preferences,
@@ -427,7 +427,7 @@ def test_a_checkpoint_that_lacks_something_names_it(tiny, preferences, tmp_path)
 
 @pytest.mark.slow
 def test_killed_at_any_moment_a_run_ends_as_if_it_had_not_been(tiny, preferences, tmp_path):
-    """kill -9 at 20 random moments, between two steps, within one, while a checkpoint is written; resumed each time."""
+    """kill -9 at 20 random moments: between two steps, within one, while a checkpoint is written; resumed ."""
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "OMP_NUM_THREADS": "1",

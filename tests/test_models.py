@@ -27,7 +27,7 @@ from utils.models import (
     score_at_end,
     write_stats,
 )
-from utils.rewards import RewardConfig, model_scores
+from utils.rewards import RewardConfig, RewardModel
 from utils.rollout import generate
 from utils.tensors import pad_rows
 
@@ -337,7 +337,7 @@ def scores_of(path, texts, batch_size=8):
     def forward(ids, mask):
         return score_at_end(model.score, last_hidden(model, ids, mask), mask)
 
-    return model_scores(forward, tokenizer, [messages("q")] * len(texts), texts, batch_size, CPU)
+    return RewardModel(forward, tokenizer, CPU).scores([messages("q")] * len(texts), texts, batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +356,7 @@ def reward_folders(tiny, tmp_path_factory):
         stir(model, 0.1)
         folder = tmp_path_factory.mktemp(name)
         save_reward(model, tokenizer, cfg, folder)
-        before = model_scores(model, tokenizer, [messages("q")] * len(TEXTS), TEXTS, 8, CPU)
+        before = RewardModel(model, tokenizer, CPU).scores([messages("q")] * len(TEXTS), TEXTS, 8)
         found[name] = (str(folder), before)
     return found
 
@@ -364,7 +364,8 @@ def reward_folders(tiny, tmp_path_factory):
 @pytest.mark.parametrize("name", ["merged", "adapter", "full"])
 def test_saved_reward_model_scores_the_same_in_a_new_process(reward_folders, name):
     folder, before = reward_folders[name]
-    code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}; from test_models import *; print(json.dumps(scores_of({folder!r}, TEXTS)))"
+    code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}; from test_models import *; "
+    code += f"print(json.dumps(scores_of({folder!r}, TEXTS)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     close(torch.tensor(json.loads(output.splitlines()[-1])), torch.tensor(before))
     assert max(before) - min(before) > 0.1
@@ -421,7 +422,7 @@ def test_reward_role_gives_the_reward_models_scores(tiny, reward_folders, name):
         ]
 
     with torch.no_grad():
-        scores = model_scores(forward, load_tokenizer(tiny), [messages("q")] * len(TEXTS), TEXTS, 4, CPU)
+        scores = RewardModel(forward, load_tokenizer(tiny), CPU).scores([messages("q")] * len(TEXTS), TEXTS, 4)
     close(torch.tensor(scores), torch.tensor(before))
 
 
@@ -435,7 +436,7 @@ def test_reward_role_gives_the_reward_models_scores(tiny, reward_folders, name):
     ],
 )
 def test_a_critic_can_start_from_a_reward_model(tiny, reward_folders, tmp_path, kind, name, lora):
-    """Its value after a whole answer is that answer's score in the unit of the rewards; the policy still starts at the reference."""
+    """Its value after a whole answer is the answer's score in the unit of rewards; the policy starts at the reference."""
     folder, before = reward_folders[name]
     shutil.copytree(folder, tmp_path / "reward")
     write_stats(tmp_path / "reward", {"score_mean": 2.0, "score_std": 4.0})

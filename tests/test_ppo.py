@@ -131,7 +131,7 @@ def test_before_the_first_update_ratio_is_one_and_kl_zero(tiny, variant):
 
 
 def test_kl_in_the_loss_pulls_towards_the_reference(tiny):
-    """With equal scores only the KL term acts: a policy that was stirred comes nearer to the reference, with each estimator."""
+    """With equal scores only the KL term acts: a stirred policy comes nearer to the reference, with each estimator."""
     for estimator in ("k2", "k3"):
         cfg = ppo_config(
             tiny,
@@ -174,7 +174,7 @@ def test_group_advantages_stand_on_every_token(tiny):
 
 @pytest.mark.parametrize("micro", [1, 2])
 def test_token_mean_over_the_mini_batch(tiny, micro):
-    """Two replies of 2 and 6 tokens with advantages -1 and 0 at ratio 1: the loss is 2 / 8, whatever the micro-batches."""
+    """Replies of 2 and 6 tokens with advantages -1 and 0 at ratio 1: the loss is 2 / 8, whatever the micro-batches."""
     cfg = ppo_config(
         tiny,
         train_batch_size=2,
@@ -363,7 +363,7 @@ def only_token(token):
 def test_a_policy_that_only_ends_or_never_ends_keeps_the_run_going(
     preferences, tmp_path, token, length, empty, truncated
 ):
-    """All responses are the eos token alone, or none ends: losses are finite, nothing hangs, no eos is forced at the limit."""
+    """All responses are the eos token alone, or none ends: losses are finite, and no eos is forced at the limit."""
     only_token(token).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     steps = train(base_config(str(tmp_path / "model"), preferences, tmp_path / "run", total_steps=2, lr=1e-5))
@@ -428,7 +428,7 @@ def test_toy_reward_is_learned(tiny, preferences, tmp_path, estimator):
 
 
 def test_kl_bounds_what_otherwise_collapses(tiny, preferences, tmp_path):
-    """The same reward with and without a price on KL: without, all replies become alike and KL grows; with it, KL stays bounded."""
+    """A reward with and without a price on KL: without, all replies become alike and KL grows; with it, KL is bounded."""
     last = {}
     for kl_coef in (0.0, 0.2):
         algorithm = AlgorithmConfig(kl_coef=kl_coef)
@@ -458,7 +458,7 @@ def test_kl_bounds_what_otherwise_collapses(tiny, preferences, tmp_path):
 @pytest.mark.parametrize("start", [0.02, 1.0])
 @pytest.mark.parametrize("method, horizon", [("adaptive", 192), ("moving_average", 256)])
 def test_controllers_reach_their_target_and_keep_it(tiny, preferences, tmp_path, method, horizon, start):
-    """From a coefficient far too low or too high: KL of steps 101 to 120 and of 121 to 140 within 20% of the target."""
+    """From a coefficient far too low or high: KL of steps 101 to 120 and of 121 to 140 within 20% of the target."""
     algorithm = AlgorithmConfig(kl_coef=start, kl_ctrl=KLControl(method, target_kl=0.2, horizon=horizon))
     steps = train(
         base_config(
@@ -665,7 +665,7 @@ def test_resume_under_zero3_is_bit_equal_and_its_checkpoint_opens_in_one_process
 
 @pytest.mark.parametrize("config", ["multi_cpu.yaml", "zero3.yaml"])
 def test_ranks_roll_back_together(tiny, preferences, tmp_path, config):
-    """Any move from the reference is too far: back to the start twice, then the end, with the start's weights on disk."""
+    """Any move from the reference is too far: back to the start twice, then the end, with its weights on disk."""
     cfg = base_config(
         tiny,
         preferences,

@@ -24,10 +24,11 @@ from utils.models import (
     max_positions,
     read_stats,
     score_at_end,
+    score_scale,
     template_fingerprint,
     trunk_of,
 )
-from utils.tensors import pad_rows
+from utils.tensors import longest_first, pad_rows
 from utils.tracking import progress_bar
 
 
@@ -205,15 +206,11 @@ class RewardModel:
 
         Raises UserError on a score that is not finite.
         """
-        rows = [
-            encode_prompt(self.tokenizer, p) + encode_response(self.tokenizer, r) for p, r in zip(prompts, responses)
-        ]
-        most = self.positions
+        own, most = self.tokenizer, self.positions
+        rows = [encode_prompt(own, p) + encode_response(own, r) for p, r in zip(prompts, responses)]
         rows = [row if most is None or len(row) <= most else [*row[: most - 1], row[-1]] for row in rows]
         scores = [0.0] * len(rows)
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        for start in range(0, len(order), micro_batch_size):
-            part = order[start : start + micro_batch_size]
+        for part in longest_first([len(row) for row in rows], micro_batch_size):
             ids, mask = pad_rows([rows[i] for i in part], self.tokenizer.pad_token_id, torch.long)
             for i, score in zip(part, self.forward(ids.to(self.device), mask.to(self.device)).tolist()):
                 scores[i] = score
@@ -231,11 +228,8 @@ class RewardModel:
         mean, std = (self.mean, self.std) if scaled else (0.0, 1.0)
 
         def scorer(prompts, responses, columns):
-            with (
-                progress_bar(label="scoring", unit="responses", total=len(prompts))
-                if bar
-                else nullcontext() as progress
-            ):
+            shown = progress_bar(label="scoring", unit="responses", total=len(prompts)) if bar else nullcontext()
+            with shown as progress:
                 raw = self.scores(prompts, responses, micro_batch_size, progress)
             return [(score - mean) / std for score in raw] if scaled else raw
 
@@ -274,8 +268,7 @@ def open_reward_model(
             f"{'its folder holds' if tokenizer is None else 'the policy has'}, "
             "so its scores would mean nothing; train it again"
         )
-    std = max(stats["score_std"], 1e-6)
-    return RewardModel(forward, own, device, positions, stats["score_mean"], std, stats.get("temperature", 1.0))
+    return RewardModel(forward, own, device, positions, *score_scale(path), stats.get("temperature", 1.0))
 
 
 def open_scorer(
@@ -297,15 +290,3 @@ def open_scorer(
         return function_scorer(cfg.function)
     opened = reward or open_reward_model(cfg.path, device, dtype)
     return opened.scorer(micro_batch_size, scaled, bar=reward is None)
-
-
-def model_scores(
-    forward, tokenizer, prompts, responses, micro_batch_size: int, device, positions: int | None = None
-) -> list[float]:
-    """`RewardModel.scores` of a forward on its own."""
-    return RewardModel(forward, tokenizer, device, positions).scores(prompts, responses, micro_batch_size)
-
-
-def reward_model_scorer(path: str, micro_batch_size: int, device: torch.device, dtype: str = "auto") -> Scorer:
-    """Raw scores of a reward model on its own, with a progress bar."""
-    return open_reward_model(path, device, dtype).scorer(micro_batch_size, bar=True)

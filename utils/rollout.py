@@ -2,7 +2,7 @@
 
 import torch
 
-from utils.tensors import pad_rows
+from utils.tensors import longest_first, pad_rows
 
 
 @torch.no_grad()
@@ -35,11 +35,9 @@ def generate(
     )
     device = next(lm.parameters()).device
     responses: list[list[int]] = [[] for _ in prompts]
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     own_config, lm.generation_config = lm.generation_config, config  # nothing of the model's own config leaks in
     try:
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
+        for rows in longest_first([len(prompt) for prompt in prompts], batch_size):
             reversed_ids, reversed_mask = pad_rows([prompts[i][::-1] for i in rows], pad_id, torch.long)
             ids, mask = reversed_ids.flip(1).to(device), reversed_mask.flip(1).long().to(device)  # left-padded (B, P)
             output = lm.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=synced)

@@ -62,7 +62,7 @@ def hdf5_tables(file: str) -> list[tuple[str, int]]:
                 }
                 if len(set(lengths.values())) > 1:
                     raise UserError(
-                        f"{file}: columns of {group.name} differ in length ({lengths}); one row needs one value of each"
+                        f"{file}: columns of {group.name} differ in length ({lengths}); a row needs one value of each"
                     )
                 if lengths:
                     tables.append((group.name, next(iter(lengths.values()))))
