@@ -318,7 +318,7 @@ def test_without_a_limit_on_update_kl_no_forward_is_spent_on_it(tiny, tmp_path, 
 
 
 def test_steps_that_were_all_skipped_can_be_gone_on_from(tiny, preferences, tmp_path):
-    """No optimizer step is taken, so checkpoints hold no moments: the third in a row goes back, the next third ends."""
+    """No optimizer step is taken, so checkpoints hold no moments: the third in a row goes back, the next ends."""
     cfg = base_config(
         tiny,
         preferences,

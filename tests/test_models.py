@@ -436,7 +436,7 @@ def test_reward_role_gives_the_reward_models_scores(tiny, reward_folders, name):
     ],
 )
 def test_a_critic_can_start_from_a_reward_model(tiny, reward_folders, tmp_path, kind, name, lora):
-    """Its value after a whole answer is the answer's score in the unit of rewards; the policy starts at the reference."""
+    """Its value after a whole answer is the answer's score in the unit of rewards; the policy stays."""
     folder, before = reward_folders[name]
     shutil.copytree(folder, tmp_path / "reward")
     write_stats(tmp_path / "reward", {"score_mean": 2.0, "score_std": 4.0})

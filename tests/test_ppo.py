@@ -428,7 +428,7 @@ def test_toy_reward_is_learned(tiny, preferences, tmp_path, estimator):
 
 
 def test_kl_bounds_what_otherwise_collapses(tiny, preferences, tmp_path):
-    """A reward with and without a price on KL: without, all replies become alike and KL grows; with it, KL is bounded."""
+    """A reward with and without a price on KL: without, replies become alike, KL grows; with it, KL is bounded."""
     last = {}
     for kl_coef in (0.0, 0.2):
         algorithm = AlgorithmConfig(kl_coef=kl_coef)

@@ -61,7 +61,7 @@ def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, s
 
 
 def reward(accelerator, lora: LoraOptions | None):
-    """Seven pairs in micro-batches of two: of two ranks the first has two pairs, one round; the other five, three rounds."""
+    """Seven pairs in micro-batches of two: of two ranks one has two pairs, the other five, so three rounds."""
     cfg = RewardTrainConfig(
         model=ModelConfig(tiny, dtype="float32"), data="", output_dir="", lora=lora, micro_batch_size_per_gpu=2
     )
