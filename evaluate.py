@@ -41,7 +41,7 @@ from utils.rewards import (
     open_scorer,
     rule_scorer,
 )
-from utils.rollout import generate
+from utils.rollout import Sampling, generate
 from utils.run import check_output_dir, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, pad_rows
 from utils.tracking import peak_memory_gb, progress_bar, read_metrics
@@ -209,11 +209,10 @@ def answer(cfg: EvaluateConfig, rows: list[dict], accelerator) -> list[dict]:
             model = models[name] = load_causal_lm(model_cfg, accelerator.device)
         prompts = encode_prompts(tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, max_positions(model))
         torch.manual_seed(cfg.seed + accelerator.process_index)
-        stop_ids, pad_id = eos_ids(tokenizer, model), tokenizer.pad_token_id
+        stop_ids = eos_ids(tokenizer, model)
+        how = Sampling(cfg.max_response_length, cfg.temperature, stop_ids, tokenizer.pad_token_id)
         with progress_bar(label=f"{name} answers", unit="prompts", total=len(rows)) as bar:
-            responses = generate(
-                model, prompts, cfg.max_response_length, cfg.temperature, stop_ids, pad_id, progress=bar
-            )
+            responses = generate(model, prompts, how, bar)
         for result, ids in zip(results, responses):
             result[name] = {
                 "response": decode_response(tokenizer, ids),

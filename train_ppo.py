@@ -44,7 +44,7 @@ from utils.guards import GO_ON, GuardConfig, Guards, Verdict
 from utils.models import RoleModel
 from utils.report import curves_svg, page
 from utils.rewards import RewardConfig, Scorer, check_ground_truth, check_reward_config, open_reward_model, open_scorer
-from utils.rollout import generate
+from utils.rollout import Sampling, generate
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, masked_mean, masked_variance, masked_whiten, pad_rows
 from utils.tracking import Metrics, Timer, peak_memory_gb, progress_bar, read_metrics
@@ -690,11 +690,10 @@ def sample(run: Run) -> list[Rollout]:
 def respond(run: Run, rows: list[int], prompts: list[list[int]], temperature: float) -> list[Rollout]:
     """The policy's responses; temperature 0 is greedy. rows: numbers that the rollouts keep."""
     cfg, synced = run.cfg, launch.is_zero3(run.accelerator)
+    batch_size = cfg.rollout.micro_batch_size_per_gpu
+    how = Sampling(cfg.max_response_length, temperature, run.stop_ids, run.pad_id, batch_size)
     with run.roles.use("policy") as lm:
-        responses = generate(
-            lm, prompts, cfg.max_response_length, temperature, run.stop_ids, run.pad_id,
-            cfg.rollout.micro_batch_size_per_gpu, synced=synced,
-        )  # fmt: skip
+        responses = generate(lm, prompts, how, synced=synced)
     return [
         Rollout(row, prompt, ids, decode_response(run.tokenizer, ids), ended=ids[-1] in run.stop_ids)
         for row, prompt, ids in zip(rows, prompts, responses)

@@ -28,7 +28,7 @@ from utils.models import (
     write_stats,
 )
 from utils.rewards import RewardConfig, RewardModel
-from utils.rollout import generate
+from utils.rollout import Sampling, generate
 from utils.tensors import pad_rows
 
 TEXTS = ["a", "some words", "eleven char", "x" * 40, "yes", "no no no"]
@@ -205,7 +205,7 @@ def test_checkpointing_gives_the_same_gradients(tiny):
         (out["logprobs"].sum() + out["values"].sum()).backward()  # recomputed after the roles were switched back
         gradients.append({n: p.grad for n, p in model.trainable().items()})
         with model.use("policy") as lm:
-            tokens = generate(lm, [row.prompt_ids for row in rows], 20, 0.0, [2], 0)
+            tokens = generate(lm, [row.prompt_ids for row in rows], Sampling(20, 0.0, [2], 0))
         gradients[-1]["tokens"] = tokens
     assert gradients[0].pop("tokens") == gradients[1].pop("tokens")
     for name in gradients[0]:
@@ -298,11 +298,11 @@ def test_saved_policy_is_the_policy(tiny, tmp_path):
     stir(model)
     prompts = [row.prompt_ids for row in rollouts()]
     with model.use("policy") as lm:
-        before = generate(lm, prompts, 12, 0.0, [2], 0)
+        before = generate(lm, prompts, Sampling(12, 0.0, [2], 0))
     save_final(model, load_tokenizer(tiny), ppo_config(tiny), tmp_path)
     saved, info = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert generate(saved, prompts, 12, 0.0, [2], 0) == before
+    assert generate(saved, prompts, Sampling(12, 0.0, [2], 0)) == before
     assert saved.config.use_cache and saved.config.tie_word_embeddings
     assert {p.name for p in tmp_path.iterdir()} == {"final", "adapter", "critic"}
     for name in ("adapter", "critic"):
@@ -559,9 +559,9 @@ def test_a_model_that_lacks_weights_is_refused(tiny, tmp_path):
 def test_generation_ends_at_any_eos_and_keeps_it(tiny):
     model = load_causal_lm(ModelConfig(tiny, dtype="float32"), CPU)
     prompts = [row.prompt_ids for row in rollouts()]
-    free = generate(model, prompts, 10, 0.0, [2], 0)
+    free = generate(model, prompts, Sampling(10, 0.0, [2], 0))
     stops = [free[0][3], free[1][1]]
-    stopped = generate(model, prompts, 10, 0.0, stops, 0)
+    stopped = generate(model, prompts, Sampling(10, 0.0, stops, 0))
     for a, b in zip(free, stopped):
         end = next((i + 1 for i, t in enumerate(a) if t in stops), len(a))
         assert b == a[:end]  # the sampled ids, eos included, nothing after it, nothing forced at the limit
@@ -570,11 +570,11 @@ def test_generation_ends_at_any_eos_and_keeps_it(tiny):
 def test_generation_does_not_depend_on_batch_or_model_defaults(tiny):
     model = load_causal_lm(ModelConfig(tiny, dtype="float32"), CPU)
     prompts = [row.prompt_ids for row in rollouts()]
-    together = generate(model, prompts, 10, 0.0, [2], 0)
-    assert [generate(model, [p], 10, 0.0, [2], 0)[0] for p in prompts] == together
+    together = generate(model, prompts, Sampling(10, 0.0, [2], 0))
+    assert [generate(model, [p], Sampling(10, 0.0, [2], 0))[0] for p in prompts] == together
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 7
-    assert generate(model, prompts, 10, 0.0, [2], 0) == together
+    assert generate(model, prompts, Sampling(10, 0.0, [2], 0)) == together
     assert model.generation_config.repetition_penalty == 5.0
 
 
@@ -585,7 +585,7 @@ def test_sampling_follows_the_temperature(tiny):
     prompt = [5, 6, 7]
     wanted = (model(torch.tensor([prompt])).logits[0, -1] / 0.5).softmax(-1)
     torch.manual_seed(0)
-    first = torch.tensor([r[0] for r in generate(model, [prompt] * 4000, 1, 0.5, [2], 0, batch_size=4000)])
+    first = torch.tensor([r[0] for r in generate(model, [prompt] * 4000, Sampling(1, 0.5, [2], 0, batch_size=4000))])
     frequency = torch.bincount(first, minlength=259) / 4000
     assert (frequency - wanted).abs().max() < 4 * (0.25 / 4000) ** 0.5
     assert (frequency > 0).sum() > 50

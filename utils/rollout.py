@@ -1,48 +1,50 @@
 """Sampling responses with transformers' generate."""
 
+from dataclasses import dataclass
+
 import torch
 
 from utils.tensors import longest_first, pad_rows
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn."""
+
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy"""
+    eos_ids: list[int]
+    """tokens that end a response"""
+    pad_id: int
+    batch_size: int = 64
+    """prompts at a time, the longest first"""
+
+
 @torch.no_grad()
-def generate(
-    lm,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    temperature: float,
-    eos_ids: list[int],
-    pad_id: int,
-    batch_size: int = 64,
-    progress=None,
-    synced: bool = False,
-) -> list[list[int]]:
+def generate(lm, prompts: list[list[int]], how: Sampling, progress=None, synced: bool = False) -> list[list[int]]:
     """Response ids for each prompt, up to and including the first eos; without one the response was cut off.
 
-    temperature 0 is greedy. Sampling is from the model's full distribution at that temperature: the model's
-    own generation defaults (top-p, repetition penalty, ...) are switched off, because training uses
-    the full distribution too. Prompts run longest first in batches of `batch_size`. synced: go on until the batches of
-    all ranks have ended, as ZeRO-3 needs; the ranks then need equally many batches.
+    Sampling is from the model's full distribution at the temperature: the model's own generation defaults (top-p,
+    repetition penalty, ...) are switched off, because training uses the full distribution too. synced: go on until the
+    batches of all ranks have ended, as ZeRO-3 needs; the ranks then need equally many batches.
     """
     from transformers import GenerationConfig
 
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    else:
-        sampling = {"do_sample": False}
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True, **sampling
-    )
+        max_new_tokens=how.max_new_tokens, eos_token_id=how.eos_ids, pad_token_id=how.pad_id, use_cache=True,
+        **({"do_sample": True, "temperature": how.temperature, "top_k": 0, "top_p": 1.0} if how.temperature else {}),
+    )  # fmt: skip
     device = next(lm.parameters()).device
     responses: list[list[int]] = [[] for _ in prompts]
     own_config, lm.generation_config = lm.generation_config, config  # nothing of the model's own config leaks in
     try:
-        for rows in longest_first([len(prompt) for prompt in prompts], batch_size):
-            reversed_ids, reversed_mask = pad_rows([prompts[i][::-1] for i in rows], pad_id, torch.long)
+        for rows in longest_first([len(prompt) for prompt in prompts], how.batch_size):
+            reversed_ids, reversed_mask = pad_rows([prompts[i][::-1] for i in rows], how.pad_id, torch.long)
             ids, mask = reversed_ids.flip(1).to(device), reversed_mask.flip(1).long().to(device)  # left-padded (B, P)
             output = lm.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=synced)
             for row, tokens in zip(rows, output[:, ids.shape[1] :].tolist()):
-                end = next((i + 1 for i, token in enumerate(tokens) if token in eos_ids), len(tokens))
+                end = next((i + 1 for i, token in enumerate(tokens) if token in how.eos_ids), len(tokens))
                 responses[row] = tokens[:end]
             if progress is not None:
                 progress.update(len(rows))

@@ -22,7 +22,7 @@ from data.demo.gold import score_one  # noqa: E402
 from utils.config import ModelConfig  # noqa: E402
 from utils.data import decode_response, encode_prompt  # noqa: E402
 from utils.models import eos_ids, load_causal_lm, load_tokenizer  # noqa: E402
-from utils.rollout import generate  # noqa: E402
+from utils.rollout import Sampling, generate  # noqa: E402
 
 SYSTEM = "Answer in one short sentence."
 ANSWERS = [(0.7, 3), (1.2, 1)]  # temperature, answers to each prompt
@@ -44,16 +44,9 @@ def main(model_path: str) -> None:
     with tqdm(total=total, desc="answers") as progress:
         for temperature, n in ANSWERS:
             asked = [q for q in questions for _ in range(n)]
-            sampled = generate(
-                model,
-                [encode_prompt(tokenizer, dialogue(q)) for q in asked],
-                MAX_NEW_TOKENS,
-                temperature,
-                eos_ids(tokenizer, model),
-                tokenizer.pad_token_id,
-                batch_size=128,
-                progress=progress,
-            )
+            prompts = [encode_prompt(tokenizer, dialogue(q)) for q in asked]
+            how = Sampling(MAX_NEW_TOKENS, temperature, eos_ids(tokenizer, model), tokenizer.pad_token_id, 128)
+            sampled = generate(model, prompts, how, progress)
             for question, ids in zip(asked, sampled):
                 answers[question].add(decode_response(tokenizer, ids).strip())
     pairs = []
