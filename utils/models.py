@@ -6,6 +6,7 @@
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -50,6 +51,8 @@ def resolve_model_path(path: str) -> str:
     with locked(folder.with_name(folder.name + ".lock")):
         if (folder / "source").exists() and (folder / "source").read_text() == stamp:
             return str(folder)
+        if importlib.util.find_spec("gguf") is None:
+            raise UserError(f"{path}: .gguf files need a package that is not installed: pip install gguf")
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         quiet_in_logs()

@@ -45,10 +45,17 @@ def parse_line(file: str, number: int, line: bytes) -> Iterator[tuple[str, objec
         yield place, BadRow("broken_row", str(error).split(";")[0])
 
 
+def import_h5py(file: str):
+    try:
+        import h5py
+    except ImportError:
+        raise UserError(f"{file}: HDF5 files need a package that is not installed: pip install h5py") from None
+    return h5py
+
+
 def hdf5_tables(file: str) -> list[tuple[str, int]]:
     """(group, rows) of each group of a HDF5 file that has columns; its columns must be equally long."""
-    import h5py
-
+    h5py = import_h5py(file)
     tables: list[tuple[str, int]] = []
     try:
         with h5py.File(file, "r") as opened:
@@ -75,8 +82,7 @@ def hdf5_tables(file: str) -> list[tuple[str, int]]:
 
 def read_hdf5_rows(file: str, group: str, start: int, stop: int) -> list[TextRow | BadRow]:
     """Rows [start, stop) of one group. The file is opened here, so that every worker has its own handle."""
-    import h5py
-
+    h5py = import_h5py(file)
     columns: dict[str, list] = {}
     with h5py.File(file, "r") as opened:
         for name, item in opened[group].items():
