@@ -1528,16 +1528,10 @@ def test_the_filter_refuses_what_it_cannot_do(tmp_path, tiny, reward_model):
 
 @pytest.mark.parametrize("module", ["dataprep.coverage", "dataprep.filter"])
 def test_commands_on_a_folder_end_in_one_line(tmp_path, module):
-    missing = (
-        ["--prompts", "x.jsonl"] if module == "dataprep.coverage" else ["--reward_model", ".", "--output_dir", "o"]
-    )
-    for options, error in [
-        (["--dat", "x"], "error: unknown option --dat; did you mean 'data'?"),
-        (["--data", str(tmp_path / "no where"), *missing], "no where does not exist; prepare_data.py writes one"),
-    ]:
-        command = [sys.executable, "-m", module, *options]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and error in done.stderr, done.stderr
+    command = [sys.executable, "-m", module, "--dat", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown option --dat; did you mean 'data'?\n"
 
 
 def test_folders_of_the_wrong_kind_are_refused(tmp_path, tiny):
