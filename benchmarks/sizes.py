@@ -14,11 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 STAGES = ("prepare_data", "train_reward", "train_ppo", "evaluate")
 WINGS = ("dataprep", "evaluation")
-LIMITS = {
+LIMITS = {  # a change that needs a higher one says why
     "prepare_data.py": 600,
-    "train_ppo.py": 1_100,
-    "train_ppo.py with what it imports": 3_300,
-    "utils": 2_600,
+    "train_ppo.py": 1_200,
+    "train_ppo.py with what it imports": 3_600,
+    "utils": 2_900,
     "README.md, words": 1_500,
 }
 

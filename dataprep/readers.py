@@ -17,6 +17,7 @@ from dataprep.messages import (
     to_json,
 )
 from dataprep.shapes import SCORE_KEYS, Columns, Shape, find_choice, thumb
+from utils.rewards import boxed
 from utils.rows import BadRow
 
 TEXT_KEYS = ("response", "text", "content", "answer", "completion")
@@ -210,17 +211,6 @@ def pairs_from_scores(rated: list[tuple[str, float, dict]], mode: str) -> list[d
         {"chosen": a[0], "rejected": b[0], "margin": float(f"{a[1] - b[1]:.9g}"), **m}
         for (a, b), m in zip(pairs, more)
     ]
-
-
-def boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...}, with its braces matched."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for i in range(start + 6, len(text) if start >= 0 else 0):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[start + 7 : i].strip()
-    return None
 
 
 def logged_answer(row: dict, name: dict, score: str) -> tuple[list[dict], str, float]:

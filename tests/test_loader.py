@@ -539,7 +539,7 @@ def test_max_pairs_is_of_the_first_rows_and_an_example_comes_before_training(tin
         < out.index("first pair, rejected: <|start|>user\nq")
         < out.index("step 1/3")
     )
-    with pytest.raises(UserError, match="max_pairs must be at least 1"):
+    with pytest.raises(UserError, match="max_pairs 0 must be at least 1"):
         train(reward_config(tiny, preferences, tmp_path / "none", max_pairs=0))
 
 

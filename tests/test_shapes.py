@@ -10,7 +10,6 @@ import pytest
 
 from dataprep.convert import convert
 from dataprep.messages import hh_text, parse_hh
-from dataprep.readers import boxed
 from dataprep.shapes import Columns, Shape, detect_shape, detect_source
 from utils.config import UserError
 from utils.rows import BadRow, TextRow
@@ -632,10 +631,6 @@ def test_prompts():
     assert (out["prompt"], out["reference"]) == ([user("q")], "a") and json.loads(out["metadata"])["_raw"][
         "conversations"
     ] == finished["conversations"]
-
-
-def test_boxed():
-    assert boxed(r"a \boxed{ {x} } b") == "{x}" and boxed("none") is None and boxed(r"\boxed{open") is None
 
 
 def test_trajectories():
