@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from utils.config import ModelConfig, UserError
+from utils.config import AtLeast0, Count, ModelConfig, UserError, WholeNumber, check_ranges
 from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.files import write_json, write_text
 from utils.launch import gather_lists, split_for_rank, start_accelerator
@@ -51,6 +51,8 @@ BOOTSTRAP_SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class EvaluateConfig:
+    """All of a comparison."""
+
     policy: ModelConfig
     """the new policy"""
     baseline: ModelConfig
@@ -65,22 +67,34 @@ class EvaluateConfig:
     """rules to report the accuracy of"""
     gold_function: str | None = None
     """module:name of a function that knows the true score: metric gold_score"""
-    max_prompts: int | None = None
+    max_prompts: Count | None = None
     """use only the first so many test prompts"""
-    max_prompt_length: int = 512
+    max_prompt_length: Count = 512
     """tokens; a longer prompt in the data is an error"""
-    max_response_length: int = 256
+    max_response_length: Count = 256
     """tokens to generate at most"""
-    temperature: float = 0.0
+    temperature: AtLeast0 = 0.0
     """of the responses; 0 = greedy"""
-    micro_batch_size_per_gpu: int = 16
+    micro_batch_size_per_gpu: Count = 16
     """responses a forward pass on one rank"""
-    show_samples: int = 2
+    show_samples: WholeNumber = 2
     """answers to show side by side on the terminal: those to the first test prompts"""
     overwrite: bool = False
     """replace the output of an earlier run"""
-    seed: int = 0
+    seed: WholeNumber = 0
     """of sampling and of the bootstrap"""
+
+
+def check_config(cfg: EvaluateConfig) -> None:
+    """Everything that can be refused before a model is loaded."""
+    check_ranges(cfg)
+    if cfg.reward_model is not None:
+        check_reward_config(cfg.reward_model)
+    if cfg.reward_model is None and not cfg.rules and cfg.gold_function is None:
+        raise UserError("nothing to compare by: give reward_model.path, rules or gold_function")
+    for name in ("policy", "baseline"):
+        if getattr(cfg, name).gradient_checkpointing:
+            raise UserError(f"{name}.gradient_checkpointing has no effect where nothing is trained; remove it")
 
 
 # ---------------------------------------------------------------------------------------------------- metrics
@@ -145,54 +159,7 @@ def exact_kl(policy_logits: Tensor, baseline_logits: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-# --------------------------------------------------------------------------------------------------- evaluate
-
-
-def evaluate(cfg: EvaluateConfig) -> dict:
-    """Run stage 4; returns the report that is also written to report.json."""
-    started = time.time()
-    check_config(cfg)
-    check_output_dir(cfg.output_dir, cfg.overwrite)
-    accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.seed)
-    rows = load_prompts(cfg.data, "test")[: cfg.max_prompts]
-    if cfg.rules or (cfg.reward_model and cfg.reward_model.style == "rule"):
-        check_ground_truth(rows)
-    mine = split_for_rank(rows, accelerator.process_index, accelerator.num_processes)
-
-    # 1. both models answer; 2. KL along the policy's answers
-    results = answer(cfg, mine, accelerator)
-
-    # 3. scores
-    scored_by = score(cfg, mine, results, accelerator.device)
-    results = gather_lists(results)
-
-    # 4. report
-    report = summarize(cfg, results, scored_by)
-    if accelerator.is_main_process:
-        folder = open_output_dir(cfg.output_dir, cfg.overwrite)
-        write_json(folder / "report.json", report)
-        write_text(folder / "report.html", html_report(report, training_curves(cfg.policy.path)))
-        record_run(folder, cfg, started)
-        print_report(report, cfg.show_samples)
-        memory = peak_memory_gb(accelerator.device)
-        print(f"peak memory {memory:.2f} GB; report: {folder / 'report.html'}", flush=True)
-    accelerator.end_training()
-    return report
-
-
-def check_config(cfg: EvaluateConfig) -> None:
-    if cfg.reward_model is not None:
-        check_reward_config(cfg.reward_model)
-    if cfg.reward_model is None and not cfg.rules and cfg.gold_function is None:
-        raise UserError("nothing to compare by: give reward_model.path, rules or gold_function")
-    for name in ("policy", "baseline"):
-        if getattr(cfg, name).gradient_checkpointing:
-            raise UserError(f"{name}.gradient_checkpointing has no effect where nothing is trained; remove it")
-    if cfg.temperature < 0 or cfg.seed < 0:
-        raise UserError("temperature and seed must not be negative; temperature 0 is greedy")
-    for name in ("max_prompts", "micro_batch_size_per_gpu", "max_response_length"):
-        if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
-            raise UserError(f"{name} must be at least 1")
+# ------------------------------------------------------------------------------------- 1 to 3 answers, KL, scores
 
 
 def answer(cfg: EvaluateConfig, rows: list[dict], accelerator) -> list[dict]:
@@ -269,7 +236,7 @@ def summarize(cfg: EvaluateConfig, results: list[dict], scored_by: list[str]) ->
     }
 
 
-# ------------------------------------------------------------------------------------------------------ report
+# ---------------------------------------------------------------------------------------------------- 4 report
 
 LABELS = {
     "gold_score": "gold score",
@@ -354,6 +321,41 @@ Intervals are 95% bootstrap intervals of the change, over prompts.</p>
 <h2>All answers</h2><table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>
 <script type="application/json" id="comparison">{json.dumps(report["comparison"])}</script>""",
     )
+
+
+# --------------------------------------------------------------------------------------------------- evaluate
+
+
+def evaluate(cfg: EvaluateConfig) -> dict:
+    """Run stage 4; returns the report that is also written to report.json."""
+    started = time.time()
+    check_config(cfg)
+    check_output_dir(cfg.output_dir, cfg.overwrite)
+    accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.seed)
+    rows = load_prompts(cfg.data, "test")[: cfg.max_prompts]
+    if cfg.rules or (cfg.reward_model and cfg.reward_model.style == "rule"):
+        check_ground_truth(rows)
+    mine = split_for_rank(rows, accelerator.process_index, accelerator.num_processes)
+
+    # 1. both models answer; 2. KL along the policy's answers
+    results = answer(cfg, mine, accelerator)
+
+    # 3. scores
+    scored_by = score(cfg, mine, results, accelerator.device)
+    results = gather_lists(results)
+
+    # 4. report
+    report = summarize(cfg, results, scored_by)
+    if accelerator.is_main_process:
+        folder = open_output_dir(cfg.output_dir, cfg.overwrite)
+        write_json(folder / "report.json", report)
+        write_text(folder / "report.html", html_report(report, training_curves(cfg.policy.path)))
+        record_run(folder, cfg, started)
+        print_report(report, cfg.show_samples)
+        memory = peak_memory_gb(accelerator.device)
+        print(f"peak memory {memory:.2f} GB; report: {folder / 'report.html'}", flush=True)
+    accelerator.end_training()
+    return report
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ class Source:
 
 @dataclass(frozen=True)
 class DataConfig:
+    """All of a data folder."""
+
     source: str | Source | list[str | Source]
     """files, folders, globs or hub names, each as text or as {path, weight, hub}"""
     tokenizer: str

@@ -418,11 +418,11 @@ def test_two_ranks_report_what_one_reports(world, tiny, tmp_path):
     "changes, message",
     [
         ({}, "nothing to compare by: give reward_model.path, rules or gold_function"),
-        (dict(rules=["gsm8k"], temperature=-0.1), "temperature and seed must not be negative"),
-        (dict(rules=["gsm8k"], seed=-1), "temperature and seed must not be negative"),
-        (dict(rules=["gsm8k"], max_prompts=0), "max_prompts must be at least 1"),
-        (dict(rules=["gsm8k"], max_response_length=0), "max_response_length must be at least 1"),
-        (dict(rules=["gsm8k"], micro_batch_size_per_gpu=0), "micro_batch_size_per_gpu must be at least 1"),
+        (dict(rules=["gsm8k"], temperature=-0.1), "temperature -0.1 must be at least 0"),
+        (dict(rules=["gsm8k"], seed=-1), "seed -1 must be at least 0"),
+        (dict(rules=["gsm8k"], max_prompts=0), "max_prompts 0 must be at least 1"),
+        (dict(rules=["gsm8k"], max_response_length=0), "max_response_length 0 must be at least 1"),
+        (dict(rules=["gsm8k"], micro_batch_size_per_gpu=0), "micro_batch_size_per_gpu 0 must be at least 1"),
         (dict(reward_model=RewardConfig(style="rule")), "needs reward_model.rule"),
         (
             dict(rules=["gsm8k"], baseline=ModelConfig("m", gradient_checkpointing=True)),
