@@ -312,17 +312,36 @@ def score_at_end(head: nn.Module, hidden: Tensor, attention_mask: Tensor) -> Ten
     return head(hidden[torch.arange(len(hidden), device=hidden.device), last])[:, 0]
 
 
+class _Ready:
+    """Stands in for a trunk that has run: called, it gives the states; what else may be asked of its output is None."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __getitem__(self, index):
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self if name == "decoder" else None  # some families call their trunk's decoder
+
+
 def project(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Hidden states (N, H) -> logits (N, V), with the scaling or capping that some families apply."""
-    logits = model.get_output_embeddings()(hidden)
-    config = model.config
-    if getattr(config, "logits_scaling", None):  # Granite divides
-        logits = logits / config.logits_scaling
-    if getattr(config, "logit_scale", None):  # Cohere multiplies
-        logits = logits * config.logit_scale
-    if getattr(config, "final_logit_softcapping", None):  # Gemma 2 caps
-        logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
-    return logits
+    """Hidden states (N, H) -> logits (N, V), by the model's own code: its forward runs, with `hidden` for the trunk.
+
+    Whatever a family does between states and logits (scaling, capping, more layers) is done here too.
+    """
+    place, trunk = model.base_model_prefix, trunk_of(model)
+    ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+    model._modules[place] = _Ready(hidden[None])
+    try:
+        return model.forward(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+    finally:
+        model._modules[place] = trunk
 
 
 def chunked_logprobs(
