@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from utils import launch, models, tracking
+from utils import contracts, launch, models, saving, tracking
 from utils.checkpoint import load_checkpoint, rewrite_state, save_checkpoint, step_name
 from utils.config import (
     AtLeast0,
@@ -44,7 +44,7 @@ from utils.guards import GO_ON, GuardConfig, Guards, Verdict
 from utils.models import RoleModel
 from utils.report import curves_svg, page
 from utils.rewards import RewardConfig, Scorer, check_ground_truth, check_reward_config, open_reward_model, open_scorer
-from utils.rollout import Sampling, generate
+from utils.rollout import Sampling, generate_with_logprobs
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, masked_mean, masked_variance, masked_whiten, pad_rows
 from utils.tracking import Metrics, Timer, peak_memory_gb, progress_bar, read_metrics
@@ -435,7 +435,7 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
     dtype = models.model_dtype(cfg.model.dtype, device)
     device = load_on or device
     if cfg.lora is None:
-        policy = models.load_causal_lm(cfg.model, device, torch.float32).requires_grad_(True)
+        policy = models.train_all(models.load_causal_lm(cfg.model, device, torch.float32))
         reference = models.load_causal_lm(cfg.model, device, torch.float32)  # as the policy, so that KL starts at 0
         loaded, roles = {"policy": policy, "reference": reference}, {}
         roles |= {name: (name, None) for name in loaded}
@@ -481,13 +481,14 @@ def add_critic(cfg: PPOConfig, loaded: dict, roles: dict, device: torch.device, 
         if path is None:
             critic = models.new_reward_model(source, device, cfg.seed, dtype)
         elif models.load_tokenizer(path).get_vocab() == models.load_tokenizer(cfg.model.path).get_vocab():
-            critic = models.load_reward_model(source, device, dtype)
+            critic = models.load_reward_model(source, device, dtype, merge=True)
             head = critic.score
         else:
             raise UserError(f"critic.path {path} has another vocabulary, so it cannot read the policy's tokens")
-        critic.score = nn.Identity()  # the value head of RoleModel takes its place
+        width, critic.score = critic.score.in_features, nn.Identity()  # the value head of RoleModel takes its place
+        critic.score.in_features = width
         if cfg.lora is None:
-            loaded["critic"], roles["critic"] = critic.requires_grad_(True), ("critic", None)
+            loaded["critic"], roles["critic"] = models.train_all(critic), ("critic", None)
         else:
             critic = models.add_lora(critic, cfg.lora, "critic", cfg.seed + 1, task=None)
             loaded["critic"], roles["critic"] = critic, ("critic", "critic")
@@ -503,7 +504,7 @@ def add_reward(cfg: PPOConfig, loaded: dict, roles: dict, device: torch.device):
         return models.add_reward_adapter(loaded["backbone"], path, "reward")
     source = ModelConfig(path, cfg.model.dtype, cfg.model.attn_implementation)
     loaded["reward"] = models.load_reward_model(source, device)
-    roles["reward"] = ("reward", None)
+    roles["reward"] = ("reward", "default" if base else None)
     return None
 
 
@@ -524,6 +525,7 @@ class Rollout:
     ref_logprobs: list[float] | None = None
     entropy: list[float] | None = None
     values: list[float] | None = None
+    sampled_logprobs: list[float] | None = None  # as the engine drew the tokens; the rest is of the training forward
 
 
 @dataclass
@@ -547,6 +549,7 @@ class Run:
     metrics: Metrics | None = None
     total_steps: int = 0
     base_lr: dict[str, float] = field(default_factory=dict)  # of the optimizer's groups, before roll-backs
+    checks: dict | None = None  # what the run has found out about itself, see utils.contracts; None = it does not look
 
     @property
     def folder(self) -> Path:
@@ -608,6 +611,13 @@ def start(cfg: PPOConfig) -> Run:
     scorer = build_scorer(cfg, roles, tokenizer, accelerator.device)
     held_out = load_prompts(cfg.data, "test")[: cfg.eval_prompts] if cfg.eval_every else []
     encode_prompts(tokenizer, held_out, *limits, models.max_positions(policy))
+    probe = contracts.probe_batch(prompts[contracts.probe_row(prompts)], tokenizer.pad_token_id, accelerator.device)
+    zero3 = launch.is_zero3(accelerator)
+    stop_ids, idle = models.eos_ids(tokenizer, policy), []
+    few = Sampling(min(8, limits[1]), 0.0, stop_ids, tokenizer.pad_token_id, cfg.rollout.micro_batch_size_per_gpu)
+    if not zero3:  # before anything is written; there the model is on its device only after `prepare`
+        checks = contracts.check_start(roles, cfg.model.path, probe, few)
+        idle = contracts.leave_out_idle(roles, probe)
     if accelerator.is_main_process:
         open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
         record_run(folder, cfg)
@@ -621,13 +631,15 @@ def start(cfg: PPOConfig) -> Run:
     )
     trained = sum(p.numel() for p in roles.trainable().values())
     model, optimizer = launch.prepare(accelerator, roles, optimizer, cfg.ppo_micro_batch_size_per_gpu)
+    if zero3:
+        checks = contracts.check_start(roles, cfg.model.path, probe, few)
     tracking.start_trackers(accelerator, cfg)
     state = new_state(cfg)
     guards = Guards(cfg.guards, folder, state, accelerator.is_main_process)
     run = Run(cfg, accelerator, roles, model, optimizer, guards, state, tokenizer.pad_token_id)
-    run.tokenizer, run.stop_ids = tokenizer, models.eos_ids(tokenizer, policy)
+    run.tokenizer, run.stop_ids = tokenizer, stop_ids
     run.scorer, run.rows, run.prompts, run.held_out = scorer, rows, prompts, held_out
-    run.total_steps, run.base_lr = total_steps, base_lr
+    run.total_steps, run.base_lr, run.checks = total_steps, base_lr, checks
     partial = cfg.resume == "partial"
     restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), partial) if cfg.resume else None
     state |= restored or {}
@@ -636,6 +648,8 @@ def start(cfg: PPOConfig) -> Run:
         save_checkpoint(folder, accelerator, model, optimizer, state, cfg.keep_last)
     if accelerator.is_main_process:
         describe(run, trained)
+        if idle:
+            print(f"{len(idle)} weights have no part in the loss and stay as they are: {', '.join(idle[:3])} ...")
     return run
 
 
@@ -693,10 +707,10 @@ def respond(run: Run, rows: list[int], prompts: list[list[int]], temperature: fl
     batch_size = cfg.rollout.micro_batch_size_per_gpu
     how = Sampling(cfg.max_response_length, temperature, run.stop_ids, run.pad_id, batch_size)
     with run.roles.use("policy") as lm:
-        responses = generate(lm, prompts, how, synced=synced)
+        responses, logprobs = generate_with_logprobs(lm, prompts, how, synced=synced)
     return [
-        Rollout(row, prompt, ids, decode_response(run.tokenizer, ids), ended=ids[-1] in run.stop_ids)
-        for row, prompt, ids in zip(rows, prompts, responses)
+        Rollout(row, prompt, ids, decode_response(run.tokenizer, ids), ids[-1] in run.stop_ids, sampled_logprobs=seen)
+        for row, prompt, ids, seen in zip(rows, prompts, responses, logprobs)
     ]
 
 
@@ -747,17 +761,58 @@ def make_batch(rollouts: list[Rollout], pad_id: int, device) -> dict[str, Tensor
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "response_mask": response_mask.to(device)}
 
 
+def run_training_forward(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
+    """All ranks' rollouts, on every rank, with what `add_logprobs_and_values` adds.
+
+    Each rank runs the micro-batches that will be its own in the first epoch. In bfloat16 a log-probability depends on
+    what else is in the batch; in equal groups the first ratio is exactly 1.
+    """
+    rollouts = launch.gather_lists(rollouts)
+    groups = [
+        group for rows in mini_batches(run, 0, len(rollouts)) for group in own_micro_batches(run, rows, rollouts)
+    ]
+    add_logprobs_and_values(rollouts, run.roles, run.cfg, run.pad_id, run.device, groups)
+    done = launch.gather_lists([(i, rollouts[i]) for group in groups for i in group])
+    return [rollout for _, rollout in sorted(done, key=lambda pair: pair[0])]
+
+
 @torch.no_grad()
-def add_logprobs_and_values(rollouts: list[Rollout], model: RoleModel, cfg: PPOConfig, pad_id: int, device) -> None:
-    """Fill in per-token log-probabilities, entropy and values by the forward that the update uses too."""
+def add_logprobs_and_values(
+    rollouts: list[Rollout],
+    model: RoleModel,
+    cfg: PPOConfig,
+    pad_id: int,
+    device,
+    groups: list[list[int]] | None = None,
+) -> None:
+    """Fill in per-token log-probabilities, entropy and values by the forward that the update uses too.
+
+    groups: numbers of the rollouts that are run together; null = all, the longest first.
+    """
     roles = tuple(role for role in ("policy", "critic", "reference") if role in model.roles)
-    for rows in longest_first([tokens_of(r) for r in rollouts], cfg.log_prob_micro_batch_size_per_gpu):
+    if groups is None:
+        groups = longest_first([tokens_of(r) for r in rollouts], cfg.log_prob_micro_batch_size_per_gpu)
+    for rows in groups:
         part = [rollouts[i] for i in rows]
         out = model(make_batch(part, pad_id, device), roles, cfg.rollout.temperature, entropy=True)
         lengths = [len(r.response_ids) for r in part]
         for name, values in out.items():
             for rollout, tokens in zip(part, values.cpu().split(lengths)):
                 setattr(rollout, name, tokens.tolist())
+
+
+def check_rollouts(run: Run, rollouts: list[Rollout]) -> dict[str, float]:
+    """Sampling against the training forward, in nats a token, as metrics; in the first step also as contracts."""
+    sampled = torch.tensor([x for r in rollouts for x in r.sampled_logprobs])
+    logprobs = torch.tensor([x for r in rollouts for x in r.logprobs])
+    difference = logprobs - sampled
+    mean, std = difference.mean().item(), difference.std(unbiased=False).item()
+    if run.checks is not None and "rollout" not in run.checks:
+        run.checks["rollout"] = contracts.check_rollout((mean**2 + std**2) ** 0.5, run.roles.dtype)
+        if run.state["draw"] == 1:
+            reference = torch.tensor([x for r in rollouts for x in r.ref_logprobs])
+            run.checks["reference"] = contracts.check_reference(logprobs, reference, run.roles.dtype)
+    return {"rollout/mismatch_mean": mean, "rollout/mismatch_std": std}
 
 
 def tokens_of(rollout: Rollout) -> int:
@@ -841,10 +896,7 @@ def update(run: Run, rollouts: list[Rollout], tensors: dict[str, Tensor]) -> tup
     cfg, seen = run.cfg, []  # metrics of each mini-batch
     verdict = GO_ON
     for epoch in range(cfg.ppo_epochs):
-        generator = torch.Generator().manual_seed((cfg.seed * 1_000_003 + run.state["draw"]) * 101 + epoch)
-        order = torch.randperm(len(rollouts), generator=generator).tolist()
-        for begin in range(0, len(order), cfg.ppo_mini_batch_size):
-            rows = order[begin : begin + cfg.ppo_mini_batch_size]
+        for rows in mini_batches(run, epoch, len(rollouts)):
             metrics, verdict = mini_batch_step(run, rows, rollouts, tensors, first=not seen)
             seen.append(metrics)
             if verdict.action in ("skip rest", "roll back"):
@@ -858,16 +910,28 @@ def mean_metrics(seen: list[dict[str, float]]) -> dict[str, float]:
     return {name: fmean(metrics[name] for metrics in seen if name in metrics) for name in seen[0]}
 
 
-def micro_batches(run: Run, rows: list[int], rollouts, tensors) -> Iterator[tuple[dict, dict, bool]]:
-    """This rank's share of a mini-batch: (batch for the model, token tensors (b, t), whether it is the last)."""
+def mini_batches(run: Run, epoch: int, n: int) -> list[list[int]]:
+    """The step's n rollouts in the order of an epoch, cut into mini-batches: the same on all ranks."""
+    generator = torch.Generator().manual_seed((run.cfg.seed * 1_000_003 + run.state["draw"]) * 101 + epoch)
+    order = torch.randperm(n, generator=generator).tolist()
+    return [order[i : i + run.cfg.ppo_mini_batch_size] for i in range(0, n, run.cfg.ppo_mini_batch_size)]
+
+
+def own_micro_batches(run: Run, rows: list[int], rollouts: list[Rollout]) -> list[list[int]]:
+    """This rank's share of a mini-batch, the longest rollouts first."""
     rows = [rows[i] for i in longest_first([tokens_of(rollouts[r]) for r in rows], len(rows))[0]]
-    micro = run.cfg.ppo_micro_batch_size_per_gpu
     mine = rows[run.accelerator.process_index :: run.accelerator.num_processes]
-    for i in range(0, len(mine), micro):
-        part = mine[i : i + micro]
+    micro = run.cfg.ppo_micro_batch_size_per_gpu
+    return [mine[i : i + micro] for i in range(0, len(mine), micro)]
+
+
+def micro_batches(run: Run, rows: list[int], rollouts, tensors) -> Iterator[tuple[dict, dict, bool]]:
+    """This rank's micro-batches: (batch for the model, token tensors (b, t), whether it is the last)."""
+    parts = own_micro_batches(run, rows, rollouts)
+    for i, part in enumerate(parts):
         width = int(tensors["mask"][part].sum(1).max())
         old = {name: tensor[part, :width].to(run.device) for name, tensor in tensors.items()}
-        yield make_batch([rollouts[r] for r in part], run.pad_id, run.device), old, i + micro >= len(mine)
+        yield make_batch([rollouts[r] for r in part], run.pad_id, run.device), old, i == len(parts) - 1
 
 
 def micro_batch_loss(run: Run, batch: dict[str, Tensor], old: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -876,6 +940,10 @@ def micro_batch_loss(run: Run, batch: dict[str, Tensor], old: dict[str, Tensor])
     roles = ("policy", "critic") if algorithm.adv_estimator == "gae" else ("policy",)
     out = run.model(batch, roles, cfg.rollout.temperature, entropy=algorithm.entropy_coef > 0)
     logprobs = torch.zeros_like(old["logprobs"]).masked_scatter(mask, out["logprobs"])
+    if run.checks is not None and "first_ratio" not in run.checks:
+        run.checks["first_ratio"] = contracts.check_first(
+            out["logprobs"].detach(), old["logprobs"][mask], run.roles.dtype
+        )
     loss, metrics = ppo_policy_loss(
         logprobs, old["logprobs"], old["advantages"], mask, algorithm.clip_ratio, algorithm.clip_ratio_c
     )
@@ -1049,36 +1117,63 @@ def write_report(run: Run) -> None:
 
 
 def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_main: bool = True) -> None:
-    """`final/`: the policy as a plain model; with LoRA also `adapter/`, and the critic's weights in `critic/`.
+    """With LoRA `adapter/`; `final/`, the policy as a plain model; and the critic's weights in `critic/`.
 
-    All ranks call it, the first one writes.
+    All ranks call it, the first one writes: the small folder first, so that a full disk loses nothing.
     """
     name, adapter = model.roles["policy"]
-    weights = models.merged_state_dict(model.models[name], adapter, keep=is_main)
-    critic, critic_adapter = model.roles.get("critic", (None, None))
-    own_critic = None
-    if critic == "critic":
-        own_critic = models.merged_state_dict(model.models["critic"], critic_adapter, keep=is_main)
+    backbone, (critic, critic_adapter) = model.models[name], model.roles.get("critic", (None, None))
+    plain_base = models.adapter_base(cfg.model.path) is None
     heads = model.value_head.parameters() if critic else ()
     with launch.whole(model.trainable().values() if adapter is not None else heads):
-        if not is_main:
-            return
-        models.save_model(model.models[name], weights, tokenizer, folder / "final")
-        plain_base = models.adapter_base(cfg.model.path) is None
-        if adapter is not None and plain_base:
-            models.save_adapter(model.models[name], adapter, folder / "adapter")
-        elif adapter is not None:
+        head = {}
+        if critic is not None and is_main:
+            head = {"value_head.safetensors": {n: p.detach().cpu() for n, p in model.value_head.named_parameters()}}
+        if adapter is not None and is_main and plain_base:
+            saving.save_adapter(backbone, adapter, folder / "adapter", tokenizer)
+        elif adapter is not None and is_main:
             print("adapter/ is left out: it would need the LoRA folder that the run started from, merged in memory")
-        if critic is None:
-            return
-        head = {"value_head.safetensors": {n: p.detach().cpu() for n, p in model.value_head.named_parameters()}}
-        if own_critic is not None:
-            models.save_model(model.models["critic"], own_critic, tokenizer, folder / "critic", head)
-        elif critic_adapter == "critic" and plain_base:
-            models.save_adapter(model.models[name], "critic", folder / "critic", more=head)
-        else:
+        if critic_adapter == "critic" and critic == name and plain_base and is_main:
+            saving.save_adapter(backbone, "critic", folder / "critic", tokenizer, more=head)
+        elif critic is not None and critic != "critic" and is_main:
             with replacing(folder / "critic") as temporary:
-                models.save_tensors(temporary, head)
+                saving.save_tensors(temporary, head)
+    # full fine-tuning trains float32 copies, and gives them back in the type that the model came in
+    dtype = models.stored_dtype(cfg.model) if cfg.lora is None else None
+    if critic == "critic":
+        weights = saving.merged_state_dict(model.models["critic"], critic_adapter, is_main, dtype)
+        if is_main:
+            saving.save_model(model.models["critic"], weights, tokenizer, folder / "critic", head)
+    weights = saving.merged_state_dict(backbone, adapter, is_main, dtype)
+    if is_main:
+        saving.save_model(backbone, weights, tokenizer, folder / "final")
+
+
+def finish(run: Run) -> None:
+    """Save the policy, open what was saved, compare it with the live model, and write its model card."""
+    row = contracts.probe_row(run.prompts)
+    batch = contracts.probe_batch(run.prompts[row], run.pad_id, run.device)
+    with torch.no_grad():
+        live = run.roles(batch, ("policy",))["logprobs"]
+    save_final(run.roles, run.tokenizer, run.cfg, run.folder, run.is_main)
+    if not run.is_main:
+        return
+    ids = batch["input_ids"][0].tolist()
+    run.checks["saved"] = contracts.check_saved_policy(
+        run.folder / "final", run.rows[row]["prompt"], ids, live[: len(ids) - 1], run.roles.dtype
+    )
+    cfg, metrics = run.cfg, read_metrics(run.folder)
+    change = {name: [metrics[i].get(f"objective/{name}") for i in (0, -1)] for name in ("score_mean", "kl_per_token")}
+    facts = {
+        "training": f"PPO ({cfg.algorithm.adv_estimator}), {run.total_steps} steps x {cfg.train_batch_size} responses",
+        "prompts": cfg.data,
+        "reward": cfg.reward_model.path or cfg.reward_model.rule or cfg.reward_model.function,
+        **{f"{name}, first and last step": f"{a:.4f} -> {b:.4f}" for name, (a, b) in change.items()},
+    }
+    card = saving.model_card("Policy trained by PPO", models.adapter_base(cfg.model.path) or cfg.model.path, facts)
+    for folder in (run.folder / "final", run.folder / "adapter"):
+        if folder.is_dir():
+            write_text(folder / "README.md", card)
 
 
 # ----------------------------------------------------------------------------------------------------- train
@@ -1102,12 +1197,13 @@ def train(cfg: PPOConfig) -> list[dict]:
         # 2. score
         with timer("score"):
             score(rollouts, run.rows, run.scorer)
-        # 3. log-probabilities of policy and reference, and values; then every rank gets all rollouts
+        # 3. every rank gets all rollouts, with log-probabilities of policy and reference, and values
         with timer("logprobs"):
-            add_logprobs_and_values(rollouts, run.roles, cfg, run.pad_id, run.device)
-            rollouts = launch.gather_lists(rollouts)
+            rollouts = run_training_forward(run, rollouts)
+            mismatch = check_rollouts(run, rollouts)
         # 4. and 5. token rewards and whitened advantages
         tensors, metrics = experience(rollouts, cfg, state["kl_coef"], state["scores"])
+        metrics |= mismatch
         if run.is_main and steps_run == 0:
             print_rollout(rollouts[0], run.tokenizer)
         # 6. clipped updates
@@ -1149,10 +1245,10 @@ def train(cfg: PPOConfig) -> list[dict]:
             save_checkpoint(run.folder, accelerator, run.model, run.optimizer, state, cfg.keep_last)
     bar.close()
 
-    save_final(run.roles, run.tokenizer, cfg, run.folder, run.is_main)
+    finish(run)
     write_report(run)
     if run.is_main:
-        record_run(run.folder, cfg, started)
+        record_run(run.folder, cfg, started, run.checks)
         print(f"peak memory {peak_memory_gb(run.device):.2f} GB; wrote {run.folder / 'final'}", flush=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()

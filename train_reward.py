@@ -8,6 +8,7 @@ Writes `final/`, a one-output AutoModelForSequenceClassification folder (or a Lo
 """
 
 import copy
+import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
@@ -18,31 +19,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from utils import launch
+from utils import contracts, launch, saving
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import AtLeast0, Count, LoraOptions, ModelConfig, Positive, UserError, WholeNumber, check_ranges
 from utils.data import encode_dialogues, encode_responses, load_rows, show
-from utils.files import write_json
+from utils.files import write_json, write_text
 from utils.loader import Batches
 from utils.models import (
     adapter_base,
     add_lora,
     arithmetic,
     last_hidden,
+    load_reward_model,
     load_tokenizer,
     max_positions,
-    merged_state_dict,
     model_dtype,
     new_reward_model,
-    save_adapter,
-    save_model,
+    pad_apart_from_eos,
     score_at_end,
     start_checkpointing,
+    stored_dtype,
     template_fingerprint,
+    train_all,
     write_stats,
 )
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
-from utils.tensors import longest_first, pad_rows
+from utils.tensors import longest_first, pad_rows, round_randomly
 from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, start_trackers
 
 
@@ -224,7 +226,7 @@ def build_model(cfg: RewardTrainConfig, device, load_on=None) -> ScoreModel:
     dtype = model_dtype(cfg.model.dtype, device)
     model = new_reward_model(cfg.model, load_on or device, cfg.seed, torch.float32 if cfg.lora is None else dtype)
     if cfg.lora is None:
-        model.requires_grad_(True)
+        train_all(model)
     else:
         model = add_lora(model, cfg.lora, "default", cfg.seed, task="SEQ_CLS")
     if cfg.model.gradient_checkpointing:
@@ -316,26 +318,38 @@ def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig
 
 def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Path, is_main: bool = True) -> None:
     """All ranks call it, the first one writes."""
-    state = (
-        {}
-        if cfg.save_format == "adapter"
-        else merged_state_dict(model.model, "default" if cfg.lora else None, keep=is_main)
-    )
-    with (
-        launch.whole(p for p in model.parameters() if p.requires_grad)
-        if cfg.lora
-        else launch.whole(model.head().parameters())
-    ):
+    state, dtype = {}, stored_dtype(cfg.model) if cfg.lora is None else None
+    if cfg.save_format != "adapter":
+        state = saving.merged_state_dict(model.model, "default" if cfg.lora else None, is_main, dtype)
+    with launch.whole([p for p in model.parameters() if p.requires_grad] if cfg.lora else model.head().parameters()):
         if not is_main:
             return
-        model.base.config.pad_token_id = tokenizer.pad_token_id
+        head = model.head().weight.detach().cpu()
         model.base.config.num_labels = 1
         if cfg.save_format == "adapter":
-            save_adapter(model.model, "default", folder, head=model.head().weight)
+            saving.save_adapter(model.model, "default", folder, tokenizer, head=head)
         else:
-            state["score.weight"] = model.head().weight.detach().cpu().to(state[next(iter(state))].dtype)
-            save_model(model.model, state, tokenizer, folder)
-        tokenizer.save_pretrained(folder)
+            dtype = next(tensor.dtype for tensor in state.values() if tensor.ndim > 1)
+            state["score.weight"] = round_randomly(head, dtype, torch.Generator().manual_seed(1))
+            saving.save_model(model.model, state, tokenizer, folder)
+
+
+def card(cfg: RewardTrainConfig, result: dict) -> str:
+    """The model card."""
+    low, high = result["accuracy_ci95"]
+    facts = {
+        "training": "Bradley-Terry on preference pairs" + (f", LoRA of rank {cfg.lora.r}" if cfg.lora else ""),
+        "data": cfg.data,
+        "held-out accuracy": f"{result['accuracy']:.3f} [{low:.3f}, {high:.3f}], {result['n']} pairs",
+        "scores on held-out data": f"{result['score_mean']:.3f} +- {result['score_std']:.3f}",
+    }
+    return saving.model_card("Reward model", adapter_base(cfg.model.path) or cfg.model.path, facts)
+
+
+def reopen(cfg: RewardTrainConfig, folder: Path, device: torch.device) -> ScoreModel:
+    """The model as it was saved, for the numbers that describe it."""
+    dtype = model_dtype(cfg.model.dtype, device)
+    return ScoreModel(load_reward_model(dataclasses.replace(cfg.model, path=str(folder)), device, dtype), dtype)
 
 
 # ------------------------------------------------------------------------------------------------------ train
@@ -353,7 +367,7 @@ def train(cfg: RewardTrainConfig) -> dict:
     device, world, is_main = accelerator.device, accelerator.num_processes, accelerator.is_main_process
 
     # 1. data and model
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
+    tokenizer = pad_apart_from_eos(load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
     test_rows = load_rows(cfg.data, "test", ("preference",))
     with accelerator.main_process_first():
         model = build_model(cfg, device, launch.load_device(accelerator))
@@ -434,14 +448,24 @@ def train(cfg: RewardTrainConfig) -> dict:
     if is_main and used < seen:
         print(f"left out {seen - used} of {seen} pairs, whose tokens are equal", flush=True)
 
-    # 4. evaluate and save
+    # 4. save, compare what was saved with the live model, and evaluate it
+    model, final = launch.unwrap(model), folder / "final"
+    probe = [pair[side] for pair in test_pairs[:2] for side in ("chosen", "rejected")]
+    ids, mask = (x.to(device) for x in pad_rows(probe, pad_id, torch.long))
+    with torch.no_grad():
+        live = model(ids, mask)
+    save_final(model, tokenizer, cfg, final, is_main)
+    checks = {"saved": contracts.check_saved_reward(final, probe, live, model.dtype)} if is_main else None
+    accelerator.wait_for_everyone()
+    if not launch.is_zero3(accelerator):  # which has no room for a whole model
+        model = reopen(cfg, final, device)
     result = evaluate_pairs(model, test_pairs, pad_id, micro, accelerator)
-    save_final(launch.unwrap(model), tokenizer, cfg, folder / "final", is_main)
     if is_main:
         result["template_fingerprint"] = template_fingerprint(tokenizer)
-        write_stats(folder / "final", result)
+        write_stats(final, result)
+        write_text(final / "README.md", card(cfg, result))
         write_json(folder / "report.json", result)
-        record_run(folder, cfg, started)
+        record_run(folder, cfg, started, checks)
         low, high = result["accuracy_ci95"]
         print(
             f"held-out accuracy {result['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}, {result['n']} pairs); "

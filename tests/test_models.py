@@ -22,13 +22,13 @@ from utils.models import (
     load_causal_lm,
     load_reward_model,
     load_tokenizer,
-    merged_state_dict,
     new_reward_model,
     score_at_end,
     write_stats,
 )
 from utils.rewards import RewardConfig, RewardModel
 from utils.rollout import Sampling, generate
+from utils.saving import merged_state_dict
 from utils.tensors import pad_rows
 
 TEXTS = ["a", "some words", "eleven char", "x" * 40, "yes", "no no no"]

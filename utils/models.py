@@ -5,20 +5,22 @@
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from utils.config import LoraOptions, ModelConfig, UserError
 from utils.files import locked, replacing, write_json
-from utils.launch import whole
-from utils.tensors import token_entropy, token_logprobs
+from utils.tensors import round_randomly, token_entropy, token_logprobs
 
 # A model without a chat template gets this one. Each turn ends with the eos token, as each response does.
 PLAIN_TEMPLATE = (
@@ -48,8 +50,14 @@ def resolve_model_path(path: str) -> str:
         raise UserError(f"model file {path} does not exist")
     folder = file.with_name(file.name + ".converted")
     stamp = f"{file.stat().st_size} {file.stat().st_mtime_ns}"
+
+    def converted() -> bool:
+        return (folder / "source").exists() and (folder / "source").read_text() == stamp
+
+    if converted():  # a disk for reading only is enough then
+        return str(folder)
     with locked(folder.with_name(folder.name + ".lock")):
-        if (folder / "source").exists() and (folder / "source").read_text() == stamp:
+        if converted():
             return str(folder)
         if importlib.util.find_spec("gguf") is None:
             raise UserError(f"{path}: .gguf files need a package that is not installed: pip install gguf")
@@ -84,15 +92,38 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer at {path}: {_first_line(error)}") from None
+        raise UserError(f"no tokenizer at {path}: {first_line(error)}") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path} has no eos token, so responses could not end; set one and save it")
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        specials = [tokenizer.unk_token, *tokenizer.all_special_tokens, tokenizer.eos_token]
-        taken = (None, tokenizer.eos_token, tokenizer.bos_token)
-        tokenizer.pad_token = next((t for t in specials if t not in taken), tokenizer.eos_token)
+        tokenizer.pad_token = _spare_token(tokenizer) or tokenizer.eos_token
+    return tokenizer
+
+
+def _spare_token(tokenizer) -> str | None:
+    """A special token that can pad: not eos, not bos; one that is made for it or reserved before any other."""
+    named = [tokenizer.unk_token, *tokenizer.all_special_tokens]
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    fit = [re.search("pad", token) and 0 or re.search("reserved|unused", token) and 1 or 3 for token in added]
+    ranked = sorted(
+        [*zip(fit, added), *((2, token) for token in named if token is not None)], key=lambda pair: pair[0]
+    )
+    return next((token for _, token in ranked if token not in (tokenizer.eos_token, tokenizer.bos_token)), None)
+
+
+def pad_apart_from_eos(tokenizer):
+    """The tokenizer, for a reward model: its pad token is not its eos token, if need be a word of the vocabulary.
+
+    Plain transformers reads a score at the last token that is not the pad token. Every scored text ends with eos, so
+    any other token will do; one whose spelling holds the mark of a space is never mistaken for text.
+    """
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        words = sorted(tokenizer.get_vocab().items(), key=lambda item: -item[1])
+        tokenizer.pad_token = next(
+            word for word, token in words if token != tokenizer.eos_token_id and re.match("[\u0120\u2581].", word)
+        )
     return tokenizer
 
 
@@ -112,12 +143,27 @@ def model_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
+def stored_dtype(cfg: ModelConfig) -> torch.dtype:
+    """The type that a fully trained model is saved in: that of its base, unless model.dtype names one."""
+    if cfg.dtype != "auto":
+        return getattr(torch, cfg.dtype)
+    config = _config_of(dataclasses.replace(cfg, path=adapter_base(cfg.path) or cfg.path))
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
 def adapter_base(path: str) -> str | None:
     """The base model of a LoRA folder, or None if `path` is not one."""
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
         return None
-    return resolve_model_path(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); save the adapter again") from None
+    if not base:
+        raise UserError(f"{file} does not name its base model; write it there as base_model_name_or_path")
+    return resolve_model_path(base)
 
 
 def same_model(path: str, other: str) -> bool:
@@ -129,22 +175,52 @@ def same_model(path: str, other: str) -> bool:
 def load_causal_lm(cfg: ModelConfig, device: torch.device, dtype: torch.dtype | None = None):
     """A causal language model in eval mode with all dropout off and all weights frozen.
 
-    A LoRA folder (`adapter_config.json`) is merged into its base.
+    A LoRA folder (`adapter_config.json`) is merged into its base. A reward model is refused.
     """
     from transformers import AutoModelForCausalLM
 
-    base = adapter_base(cfg.path)
-    model = _from_pretrained(AutoModelForCausalLM, base or cfg.path, cfg, dtype or model_dtype(cfg.dtype, device))
+    base, dtype = adapter_base(cfg.path), dtype or model_dtype(cfg.dtype, device)
+    scores = _has_score_head(_adapter_weights(cfg.path)) if base else _is_classifier(_config_of(cfg))
+    if scores:
+        raise UserError(f"{cfg.path} is a reward model, which writes no text; give a causal language model")
     if base:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, cfg.path).merge_and_unload()
+        model = _merged(_from_pretrained(AutoModelForCausalLM, base, cfg, torch.float32), cfg.path, dtype)
+    else:
+        model = _from_pretrained(AutoModelForCausalLM, cfg.path, cfg, dtype)
     return freeze(model).to(device)
 
 
-def load_reward_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype | None = None):
+def _merged(model: nn.Module, path: str, dtype: torch.dtype) -> nn.Module:
+    """A float32 model with the LoRA folder at `path` in its weights, in `dtype`; see `round_randomly`."""
+    model = _with_adapter(model, path).merge_and_unload()
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and isinstance(tensor, nn.Parameter):
+            tensor.data = round_randomly(tensor.data, dtype, generator)
+    return model
+
+
+def _with_adapter(model: nn.Module, path: str) -> nn.Module:
+    """peft's model of a LoRA folder; its tokens beyond the base's vocabulary get their rows."""
+    from peft import PeftModel
+
+    name = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    rows = [len(w) for key, w in _adapter_weights(path).items() if key.endswith(f"{name}.weight")]
+    if rows and rows[0] != len(model.get_input_embeddings().weight):
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
+    try:
+        return PeftModel.from_pretrained(model, path)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise UserError(f"the LoRA folder {path} does not fit its base: {first_line(error)}") from None
+
+
+def load_reward_model(
+    cfg: ModelConfig, device: torch.device, dtype: torch.dtype | None = None, merge: bool = False
+) -> nn.Module:
     """A one-output `AutoModelForSequenceClassification` from a merged folder or a LoRA folder with its head.
 
+    A LoRA folder's adapter stays beside its layers, as in training, so that nothing is rounded; merge: in the weights.
     A folder without a score head, or with more than one output, is refused.
     """
     from transformers import AutoModelForSequenceClassification
@@ -152,20 +228,22 @@ def load_reward_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype
     dtype = dtype or model_dtype(cfg.dtype, device)
     base = adapter_base(cfg.path)
     if base:
-        if not any(key.endswith("score.weight") for key in _adapter_weights(cfg.path)):
+        if not _has_score_head(_adapter_weights(cfg.path)):
             raise UserError(
                 f"{cfg.path} is a LoRA folder without a score head, so not a reward model; see train_reward.py"
             )
-        from peft import PeftModel
-
-        model = _from_pretrained(AutoModelForSequenceClassification, base, cfg, dtype, num_labels=1)
-        model = PeftModel.from_pretrained(model, cfg.path).merge_and_unload()
+        loaded = torch.float32 if merge else dtype
+        model = _from_pretrained(AutoModelForSequenceClassification, base, cfg, loaded, num_labels=1)
+        if merge:
+            model = _merged(model, cfg.path, dtype)
+        else:
+            model = _with_adapter(model, cfg.path).get_base_model()
+            model.score = getattr(model.score, "modules_to_save", {"default": model.score})["default"]
     else:
         config = _config_of(cfg)
-        architectures = config.architectures or []
-        if not any("SequenceClassification" in name or "RewardModel" in name for name in architectures):
+        if not _is_classifier(config):
             raise UserError(
-                f"{cfg.path} is a {'/'.join(architectures) or 'model'} without a score head; "
+                f"{cfg.path} is a {'/'.join(config.architectures or []) or 'model'} without a score head; "
                 "give a reward model, see train_reward.py"
             )
         if config.num_labels != 1:
@@ -181,8 +259,8 @@ def new_reward_model(cfg: ModelConfig, device: torch.device, seed: int, dtype: t
     """
     from transformers import AutoModelForSequenceClassification
 
-    if adapter_base(cfg.path) or "SequenceClassification" in "".join(_config_of(cfg).architectures or []):
-        return load_reward_model(cfg, device, dtype)
+    if adapter_base(cfg.path) or _is_classifier(_config_of(cfg)):
+        return load_reward_model(cfg, device, dtype, merge=True)
     model = _from_pretrained(
         AutoModelForSequenceClassification, cfg.path, cfg, dtype or model_dtype(cfg.dtype, device), num_labels=1
     )
@@ -197,15 +275,32 @@ def new_reward_model(cfg: ModelConfig, device: torch.device, seed: int, dtype: t
 def _config_of(cfg: ModelConfig):
     from transformers import AutoConfig
 
+    path = resolve_model_path(cfg.path)
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
+        inner = [f"{name}/" for name in ("final", "adapter") if (Path(path) / name).is_dir()]
+        raise UserError(f"{path} has no config.json" + (f"; did you mean {path}/{inner[0]}?" if inner else ""))
     try:
-        return AutoConfig.from_pretrained(resolve_model_path(cfg.path), trust_remote_code=cfg.trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"no model at {cfg.path}: {_first_line(error)}") from None
+        raise UserError(f"no model at {cfg.path}: {first_line(error)}") from None
+
+
+def _is_classifier(config) -> bool:
+    """Whether a model's config says that it scores texts."""
+    return any("SequenceClassification" in name or "RewardModel" in name for name in config.architectures or [])
+
+
+def _has_score_head(weights: dict[str, Tensor]) -> bool:
+    return any(key.endswith("score.weight") for key in weights)
 
 
 def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype, **kwargs):
     from transformers.utils import logging
 
+    quantised = getattr(_config_of(dataclasses.replace(cfg, path=path)), "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+        raise UserError(f"{path} is quantised ({method}), so what is trained could not be saved; give the plain model")
     quiet_in_logs()
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # "score.weight newly initialized" is intended; a missing head is checked above
@@ -218,8 +313,10 @@ def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype
             output_loading_info=True,
             **kwargs,
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"no model at {path}: {_first_line(error)}") from None
+    except ImportError as error:
+        raise UserError(f"{path}: {first_line(error)} (model.attn_implementation {cfg.attn_implementation})") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"no model at {path}: {first_line(error)}") from None
     finally:
         logging.set_verbosity(level)
     if auto_class.__name__ == "AutoModelForSequenceClassification":
@@ -247,16 +344,14 @@ def quiet_in_logs() -> None:
 def freeze(model: nn.Module) -> nn.Module:
     """Eval mode for good: no gradients and every dropout off, so that any two forwards of one text agree."""
     model.eval().requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for name in "attention_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout classifier_dropout".split():
-        if isinstance(getattr(model, "config", None) and getattr(model.config, name, None), float):
-            setattr(model.config, name, 0.0)
+    for module in model.modules():  # nn.Dropout has p; families name the rest dropout, attn_pdrop, layerdrop ...
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
     return model
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -271,7 +366,7 @@ def _adapter_weights(path: str) -> dict[str, Tensor]:
 
 def max_positions(model) -> int | None:
     """Longest sequence (prompt and response, in tokens) that the model's positions allow."""
-    return getattr(model.config, "max_position_embeddings", None)
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def eos_ids(tokenizer, model) -> list[int]:
@@ -284,9 +379,28 @@ def eos_ids(tokenizer, model) -> list[int]:
 # ---------------------------------------------------------------------------------------------------- forward
 
 
+def train_all(model: nn.Module) -> nn.Module:
+    """Full fine-tuning: gradients for all weights that text passes through; a vision tower's stay frozen."""
+    for part in (model.get_decoder(), model.get_output_embeddings(), getattr(model, "score", None)):
+        if part is not None:
+            part.requires_grad_(True)
+    return model
+
+
+def hidden_width(model: nn.Module) -> int:
+    """Width of the states that a head reads; not always config.hidden_size (OPT-350m projects down)."""
+    head = model.get_output_embeddings()
+    return model.score.in_features if head is None else head.weight.shape[-1]
+
+
 def trunk_of(model: nn.Module) -> nn.Module:
     """The transformer without its head; calling it gives hidden states."""
-    return getattr(model, model.base_model_prefix)
+    return getattr(model, trunk_name(model))
+
+
+def trunk_name(model: nn.Module) -> str:
+    """base_model_prefix, where there is such a part; Llama 4 and others name it differently."""
+    return model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
 
 
 def last_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -313,7 +427,7 @@ def score_at_end(head: nn.Module, hidden: Tensor, attention_mask: Tensor) -> Ten
 
 
 class _Ready:
-    """Stands in for a trunk that has run: called, it gives the states; what else may be asked of its output is None."""
+    """Stands in for a trunk that has run: called, it gives the states; all else in its output is None."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
@@ -335,7 +449,7 @@ def project(model: nn.Module, hidden: Tensor) -> Tensor:
 
     Whatever a family does between states and logits (scaling, capping, more layers) is done here too.
     """
-    place, trunk = model.base_model_prefix, trunk_of(model)
+    place, trunk = trunk_name(model), trunk_of(model)
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
     model._modules[place] = _Ready(hidden[None])
     try:
@@ -378,7 +492,7 @@ class RoleModel(nn.Module):
         self.dtype = dtype
         self.value_head: ScalarHead | None = None
         if "critic" in roles:
-            self.value_head = ScalarHead(self.lm("critic").config.get_text_config().hidden_size, 1)
+            self.value_head = ScalarHead(hidden_width(self.lm("critic")), 1)
             nn.init.zeros_(self.value_head.weight)  # values start at 0, the mean of whitened returns
             nn.init.zeros_(self.value_head.bias)
         self.score_head: ScalarHead | None = None
@@ -476,8 +590,7 @@ def arithmetic(models, dtype: torch.dtype) -> contextlib.ExitStack:
         models = list(models)
         stack.enter_context(torch.autocast(next(models[0].parameters()).device.type, dtype))
         for model in models:
-            if hasattr(model, "get_base_model"):
-                stack.enter_context(disable_input_dtype_casting(model))
+            stack.enter_context(disable_input_dtype_casting(model))
     return stack
 
 
@@ -487,23 +600,42 @@ def start_checkpointing(model: nn.Module, **kwargs) -> None:
     transformers does so in train mode only, and generates without a cache then, so the layers' mode
     follows whether gradients are on; dropout is 0 in either mode.
     """
-    model.gradient_checkpointing_enable({"use_reentrant": False, **kwargs})
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False, **kwargs})
+    except ValueError as error:
+        raise UserError(f"model.gradient_checkpointing: {first_line(error)}") from None
     model.enable_input_require_grads()
 
-    def follow_grad_mode(trunk, args):
-        for module in trunk.modules():
+    def follow_grad_mode(part, args):
+        for module in part.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.training = torch.is_grad_enabled()
 
-    trunk_of(model.get_base_model() if hasattr(model, "get_base_model") else model).register_forward_pre_hook(
-        follow_grad_mode
-    )
+    for part in {base, trunk_of(base), base.get_decoder()}:  # whichever is called
+        part.register_forward_pre_hook(follow_grad_mode)
 
 
 def _lora_layers(model: nn.Module) -> list[nn.Module]:
     from peft.tuners.lora import LoraLayer
 
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _without_adapters(model: nn.Module) -> str | None:
+    """A pattern for the modules that all-linear must leave alone.
+
+    Outside the decoder: a vision tower, which no text passes through, and layers before the output embeddings, which
+    the roles share. Inside: kinds of linear layers of a family's own, which compute something else.
+    """
+    text = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    names = [
+        re.escape(name)
+        for name, module in model.named_modules()
+        if (module not in text and not any(module.children()) and name != "score")
+        or (isinstance(module, nn.Linear) and type(module) not in (nn.Linear, ScalarHead))
+    ]
+    return "|".join(names) or None
 
 
 def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, task: str | None = "CAUSAL_LM"):
@@ -533,6 +665,7 @@ def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, ta
         r=options.r,
         lora_alpha=options.lora_alpha,
         target_modules=targets,
+        exclude_modules=_without_adapters(model.get_base_model() if isinstance(model, PeftModel) else model),
         layers_to_transform=layers,
         task_type=task,
         base_model_name_or_path=model.name_or_path,
@@ -545,14 +678,25 @@ def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, ta
             else:
                 model.add_adapter(adapter, config)
         except ValueError as error:
-            raise UserError(f"lora.target_modules {options.target_modules}: {_first_line(error)}") from None
-    base = model.get_base_model()
-    if any(layer in (base.get_input_embeddings(), base.get_output_embeddings()) for layer in _lora_layers(base)):
+            raise UserError(f"lora.target_modules {options.target_modules}: {first_line(error)}") from None
+    base, places = model.get_base_model(), [layer for layer in _lora_layers(model) if adapter in layer.lora_A]
+    weights = {id(adapted_weight(layer)) for layer in places}
+    if len(weights) < len(places):
+        raise UserError(
+            f"{type(base).__name__} uses the same weights in several places, so an adapter in each cannot be merged; "
+            "leave those layers out by lora.target_modules, or set lora null"
+        )
+    if any(layer in (base.get_input_embeddings(), base.get_output_embeddings()) for layer in places):
         raise UserError(
             f"lora.target_modules {options.target_modules} names the embedding or the output layer, "
             "which the roles share; leave it out"
         )
     return model
+
+
+def adapted_weight(layer: nn.Module) -> Tensor:
+    """The base weight that a LoRA layer changes; experts are weights without a layer of their own."""
+    return layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
 
 
 def add_reward_adapter(model: nn.Module, path: str, adapter: str) -> ScalarHead:
@@ -583,89 +727,7 @@ def add_reward_adapter(model: nn.Module, path: str, adapter: str) -> ScalarHead:
     return head.requires_grad_(False)
 
 
-# ---------------------------------------------------------------------------------------------------- saving
-
-
-def merged_state_dict(model: nn.Module, adapter: str | None, keep: bool = True) -> dict[str, Tensor]:
-    """Plain transformers weights, on the CPU, with one adapter added to its layers; the model is untouched.
-
-    Under ZeRO-3 all ranks call it, and those that do not write the weights say `keep=False`, which returns nothing.
-    """
-    merged, copies = {}, {}
-    layers = {}
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if adapter is not None:
-        layers = {
-            name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight") and adapter in m.lora_A
-        }
-    for name, tensor in base.state_dict(keep_vars=True).items():
-        if ".lora_" in name or ".modules_to_save." in name or ".original_module." in name:
-            continue
-        module, _, leaf = name.rpartition(".base_layer.")
-        changed = module in layers and leaf == "weight"
-        with whole([tensor, *(layers[module].parameters() if changed else ())]):
-            if not keep:
-                continue
-            if id(tensor) not in copies:  # tied weights stay one tensor
-                value = tensor.detach()
-                if changed:
-                    value = (value.float() + layers[module].get_delta_weight(adapter).detach().float()).to(value.dtype)
-                copies[id(tensor)] = value.cpu().clone() if hasattr(tensor, "ds_id") else value.cpu()
-            merged[name.replace(".base_layer.", ".")] = copies[id(tensor)]
-    return merged
-
-
-def save_model(
-    model: nn.Module,
-    state: dict[str, Tensor],
-    tokenizer,
-    folder: Path,
-    more: dict[str, dict[str, Tensor]] | None = None,
-) -> None:
-    """Write a plain Hugging Face folder (safetensors), whole or not at all; `more`: file name -> tensors beside it."""
-    quiet_in_logs()
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    generation = getattr(base, "generation_config", None)
-    if generation is not None and not generation.do_sample:
-        try:
-            generation.validate(strict=True)
-        except ValueError:  # sampling settings without do_sample, as some models ship them, are refused at saving
-            generation.do_sample = True
-    with replacing(folder) as temporary:
-        base.save_pretrained(temporary, state_dict=state)
-        tokenizer.save_pretrained(temporary)
-        save_tensors(temporary, more or {})
-
-
-def save_tensors(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
-    from safetensors.torch import save_file
-
-    for name, tensors in files.items():
-        save_file(tensors, folder / name)
-
-
-def save_adapter(
-    model, adapter: str, folder: Path, head: Tensor | None = None, more: dict[str, dict[str, Tensor]] | None = None
-) -> None:
-    """Write one adapter as a peft folder, with a one-output `score` head where given; `more` as for save_model."""
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    weights = {
-        k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(model, adapter_name=adapter).items()
-    }
-    config = model.peft_config[adapter]
-    task, modules = config.task_type, config.modules_to_save
-    if Path(config.base_model_name_or_path).is_dir():  # so that the folder opens from anywhere
-        config.base_model_name_or_path = str(Path(config.base_model_name_or_path).resolve())
-    if head is not None:
-        weights["base_model.model.score.weight"] = head.detach().cpu().contiguous()
-        config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
-    with replacing(folder) as temporary:
-        config.save_pretrained(temporary)
-        save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        save_tensors(temporary, more or {})
-    config.task_type, config.modules_to_save = task, modules
+# ---------------------------------------------------------------------------------------------- what scores mean
 
 
 def read_stats(path: str) -> dict | None:

@@ -92,10 +92,10 @@ def check_same_config(folder: Path, config) -> None:
             )
 
 
-def record_run(folder: Path, config, started: float | None = None) -> None:
+def record_run(folder: Path, config, started: float | None = None, checks: dict | None = None) -> None:
     """Write `config.yaml` (resolved) and `run.json` (command, commit, versions, seed, wall time in seconds).
 
-    Call it at the start, and again at the end with the start time.
+    Call it at the start, and again at the end with the start time and what the run has checked of itself.
     """
     write_text(folder / "config.yaml", yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
     try:
@@ -117,5 +117,6 @@ def record_run(folder: Path, config, started: float | None = None) -> None:
             "seed": getattr(config, "seed", None),
             "world_size": int(os.environ.get("WORLD_SIZE", 1)),
             "wall_time_seconds": round(time.time() - started, 1) if started else None,
+            "checks": checks,
         },
     )

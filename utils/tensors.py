@@ -56,3 +56,17 @@ def longest_first(lengths: list[int], size: int) -> list[list[int]]:
     """Indices in batches of at most `size`, the longest first: rows of like lengths leave little padding."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+def round_randomly(x: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """`x` in `dtype`; from float32 to a 16-bit type up or down at random, so that the mean stays what it was.
+
+    Training moves most weights by less than half a step of bfloat16. Rounding to the nearest undoes that; this keeps
+    it on average (stochastic rounding, Gupta et al. 2015). A value that `dtype` can hold stays as it is.
+    """
+    bits = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # of float32's mantissa, that `dtype` lacks
+    if x.dtype != torch.float32 or bits is None:
+        return x.to(dtype)
+    noise = torch.randint(0, 2**bits, x.shape, generator=generator, dtype=torch.int32).to(x.device)
+    rounded = ((x.view(torch.int32) + noise) >> bits << bits).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(dtype)
