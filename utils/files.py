@@ -29,7 +29,15 @@ def replacing(folder: Path) -> Iterator[Path]:
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    yield temporary
+    try:
+        yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # it would stay for good, and on a full disk it is in the way
+        raise
+    mode = temporary.stat().st_mode & 0o666
+    for file in temporary.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)  # as the user's umask says; safetensors writes files that only the owner can read
     replace_folder(temporary, folder)
 
 

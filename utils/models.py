@@ -104,13 +104,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):
 
 def _spare_token(tokenizer) -> str | None:
     """A special token that can pad: not eos, not bos; one that is made for it or reserved before any other."""
-    named = [tokenizer.unk_token, *tokenizer.all_special_tokens]
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    fit = [re.search("pad", token) and 0 or re.search("reserved|unused", token) and 1 or 3 for token in added]
-    ranked = sorted(
-        [*zip(fit, added), *((2, token) for token in named if token is not None)], key=lambda pair: pair[0]
-    )
-    return next((token for _, token in ranked if token not in (tokenizer.eos_token, tokenizer.bos_token)), None)
+    made_for_it = [t for word in ("pad", "reserved|unused") for t in added if re.search(word, t)]
+    for token in (*made_for_it, tokenizer.unk_token, *tokenizer.all_special_tokens, *added):
+        if token not in (None, tokenizer.eos_token, tokenizer.bos_token):
+            return token
+    return None
 
 
 def pad_apart_from_eos(tokenizer):
@@ -381,7 +380,7 @@ def eos_ids(tokenizer, model) -> list[int]:
 
 def train_all(model: nn.Module) -> nn.Module:
     """Full fine-tuning: gradients for all weights that text passes through; a vision tower's stay frozen."""
-    for part in (model.get_decoder(), model.get_output_embeddings(), getattr(model, "score", None)):
+    for part in (decoder_of(model), model.get_output_embeddings(), getattr(model, "score", None)):
         if part is not None:
             part.requires_grad_(True)
     return model
@@ -396,6 +395,12 @@ def hidden_width(model: nn.Module) -> int:
 def trunk_of(model: nn.Module) -> nn.Module:
     """The transformer without its head; calling it gives hidden states."""
     return getattr(model, trunk_name(model))
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The part of the trunk that text passes through: all of it but for towers for images and sound."""
+    trunk, decoder = trunk_of(model), model.get_decoder()
+    return decoder if any(decoder is module for module in trunk.modules()) else trunk
 
 
 def trunk_name(model: nn.Module) -> str:
@@ -612,7 +617,7 @@ def start_checkpointing(model: nn.Module, **kwargs) -> None:
             if hasattr(module, "gradient_checkpointing"):
                 module.training = torch.is_grad_enabled()
 
-    for part in {base, trunk_of(base), base.get_decoder()}:  # whichever is called
+    for part in {base, trunk_of(base), decoder_of(base)}:  # whichever is called
         part.register_forward_pre_hook(follow_grad_mode)
 
 
@@ -628,7 +633,7 @@ def _without_adapters(model: nn.Module) -> str | None:
     Outside the decoder: a vision tower, which no text passes through, and layers before the output embeddings, which
     the roles share. Inside: kinds of linear layers of a family's own, which compute something else.
     """
-    text = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    text = {*decoder_of(model).modules(), model.get_output_embeddings()}
     names = [
         re.escape(name)
         for name, module in model.named_modules()

@@ -63,7 +63,7 @@ def save_model(
     for config in (base.config, base.config.get_text_config(), generation):
         if config is not None:
             config.pad_token_id = tokenizer.pad_token_id
-    base.config.dtype = base.config.get_text_config().dtype = next(t.dtype for t in state.values() if t.ndim > 1)
+    dtype = str(next(t.dtype for t in state.values() if t.ndim > 1)).removeprefix("torch.")
     if generation is not None and not generation.do_sample:
         try:
             generation.validate(strict=True)
@@ -73,7 +73,9 @@ def save_model(
         base.save_pretrained(temporary, state_dict=state)
         save_tokenizer(tokenizer, temporary)
         for file in temporary.glob("config.json"):
-            write_json(file, for_older_readers(json.loads(file.read_text(encoding="utf-8"))))
+            config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": dtype}
+            names = {old: new for old, new in base.config.attribute_map.items() if "experts" in old and new in config}
+            write_json(file, for_older_readers(config | {old: config[new] for old, new in names.items()}))
         save_tensors(temporary, more or {})
 
 
