@@ -427,7 +427,7 @@ def prepare(cfg: DataConfig) -> dict:
 
         # 2. what no row can know of itself
         fraction = 0.0 if cfg.eval_source is not None else 0.05 if cfg.eval_fraction is None else cfg.eval_fraction
-        d = decide(chunks, folder, cfg.near_duplicates, SplitRule(fraction, cfg.seed))
+        d = decide(chunks, folder, kind, cfg.near_duplicates, SplitRule(fraction, cfg.seed))
         tally.add_decisions(chunks, d, kind)
         if not d.new_rows().any() and not earlier:
             raise UserError(tally.why_nothing_is_left())
