@@ -8,19 +8,15 @@ from functools import lru_cache
 
 import numpy as np
 
-
-def of_category(*names: str) -> str:
-    """All characters of some Unicode categories, for use between brackets of a regular expression."""
-    return re.escape("".join(c for c in map(chr, range(0x20000)) if unicodedata.category(c).startswith(names)))
-
-
-MARKS = of_category("M")  # vowels and accents that are characters of their own
+# vowels and accents that are characters of their own
+MARKS = re.escape("".join(c for c in map(chr, range(0x10000)) if unicodedata.category(c)[0] == "M"))
 NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
 CJK = "\u2e80-\u9fff\uac00-\ud7af"
 # one character where words are written without spaces, or a run of letters and digits; marks belong to their letters
 WORD = re.compile(rf"[{CJK}]|[{NO_SPACES}][{MARKS}]*|(?:[^\W{CJK}{NO_SPACES}]|[{MARKS}])+")
-# what makes another sum, formula or name though the words are the same; not what ends or quotes a sentence
-EXACT = re.compile(rf"\d+|!=|[{of_category('S', 'Nl', 'No')}#%&*/@\\\-\u2013(){{}}\[\]]")
+ASCII_WORD = re.compile(r"\w+")  # the same, and faster
+# what makes another sum, formula or name though the words are the same, with punctuation
+EXACT = re.compile(r"\d+|!=|[^\w\s]|[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209f\u2150-\u218f\u2460-\u24ff]")
 ONE_MINUS = str.maketrans("\u2013\u2212", "--")
 MINIMA = 128
 A, B = np.random.default_rng(7).integers(1, 2**32, (2, MINIMA), dtype=np.uint32) | np.uint32(1)
@@ -41,9 +37,16 @@ def word_hash(word: str) -> int:
     return zlib.crc32(word.encode())
 
 
+@lru_cache(1 << 12)
+def is_exact(part: str) -> bool:
+    """Whether a match of EXACT is more than what ends, joins or quotes sentences, and no vowel."""
+    kind = unicodedata.category(part[0])[0]
+    return kind == "N" or kind == "S" and part != "`" or part in ("!=", "\u2013", *"#%&*/@\\-(){}[]")
+
+
 def exact_parts(text: str) -> str:
     """Numbers, signs and symbols of a text, in their order."""
-    return " ".join(EXACT.findall(plain(text).replace("`", ""))).translate(ONE_MINUS)
+    return " ".join(part for part in EXACT.findall(plain(text)) if is_exact(part)).translate(ONE_MINUS)
 
 
 def word_runs(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +55,9 @@ def word_runs(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     words: list[int] = []
     starts, n = [], 0
     for text in texts:
-        mine = [word_hash(w) for w in WORD.findall(plain(text))] or [word_hash(text.strip())]
+        text = plain(text)
+        found = (WORD if not text.isascii() else ASCII_WORD).findall(text)
+        mine = [word_hash(w) for w in found] or [word_hash(text.strip())]
         mine += [0] * (3 - len(mine))  # at least one run
         starts.append(n)
         words += mine
