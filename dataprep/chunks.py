@@ -21,6 +21,7 @@ import numpy as np
 from dataprep.convert import convert
 from dataprep.keys import row_keys
 from dataprep.lengths import Limits, check_lengths, encode_rows
+from dataprep.messages import beside_text
 from dataprep.shapes import ANSWERS, GROUPED, Columns, Shape
 from dataprep.sources import Chunk
 from utils.config import UserError
@@ -79,7 +80,14 @@ def end_with(parent: int) -> None:
 def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
     """Raw rows -> one Arrow file of checked rows with their keys; returns and stores what happened to the others."""
     rules, kind = _worker["rules"], work.shape.kind
-    stats = work._asdict() | {"rows": 0, "candidates": 0, "kept": 0, "dropped": [], "shortened": Counter()}
+    stats = work._asdict() | {
+        "rows": 0,
+        "candidates": 0,
+        "kept": 0,
+        "dropped": [],
+        "shortened": Counter(),
+        "beside": Counter(),
+    }
     del stats["shape"], stats["columns"]
     rows = candidate_rows(chunk, work, rules, stats)
     if work.role == "old":
@@ -103,6 +111,7 @@ def candidate_rows(chunk: Chunk, work: Work, rules: RowRules, stats: dict) -> li
             if isinstance(raw, BadRow):
                 raise raw
             old = work.role == "old"
+            stats["beside"].update(beside_text(raw) if isinstance(raw, dict) and not old else ())
             made = [raw] if old else convert(raw, work.shape, work.columns, rules.prompt_suffix, rules.pairs)
         except BadRow as bad:
             made = [bad]
