@@ -26,6 +26,7 @@ REASONS = (
     "left_out_by_weight",
 )
 COMMON = 20  # rows that make a run of words a template's, not their own
+RUN_BITS = 22  # of a run's hash, by which it is counted
 CODE = {reason: code for code, reason in enumerate(REASONS)}
 TRAIN, TEST = 0, 1
 # rows of the earlier output, of eval_source, and of source; in doubt the first of these stay
@@ -88,9 +89,6 @@ def decide(chunks: list[dict], folder: Path, kind: str, threshold: float | None,
     # weights are for training; a row that changed its side was not left out
     d.copies[(d.side == TEST) | (d.copies == 0)] = 1
     return d
-
-
-RUN_BITS = 22
 
 
 def first_look(chunks: list[dict], d: Decisions, turns: "Groups", near: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 # vowels and accents that are characters of their own
 MARKS = re.escape("".join(c for c in map(chr, range(0x10000)) if unicodedata.category(c)[0] == "M"))
 NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
-CJK = "\u2e80-\u9fff\uac00-\ud7af"
+CJK = "\u2e80-\u2fff\u3005-\u3007\u3031-\u9fff\uac00-\ud7af"  # without its punctuation
 # one character where words are written without spaces, or a run of letters and digits; marks belong to their letters
 WORD = re.compile(rf"[{CJK}]|[{NO_SPACES}][{MARKS}]*|(?:[^\W{CJK}{NO_SPACES}]|[{MARKS}])+")
 ASCII_WORD = re.compile(r"\w+")  # the same, and faster

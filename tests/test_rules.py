@@ -15,7 +15,7 @@ from utils.config import UserError
 from utils.rows import BadRow, TextRow
 
 WORDS = ["".join(random.Random(i).choices("abcdefghijklmnop", k=6)) for i in range(2000)]
-LIMITS = dict(max_prompt_length=9999, max_response_length=999)
+LIMITS = dict(max_prompt_length=9999, max_response_length=9999)
 
 
 def words(n, seed):
@@ -86,8 +86,8 @@ def test_of_a_group_of_near_rows_the_first_one_stays(tmp_path, tiny, n, change, 
 
 
 def test_near_answers_to_one_prompt_leave_one(tmp_path, tiny):
-    text = words(60, "answer")
-    rows = [{"prompt": "q", "response": f"{text} {words(2, i)}", "reward": 1} for i in range(100)]
+    text = words(150, "answer")
+    rows = [{"prompt": "q", "response": f"{text} {words(1, i)}", "reward": 1} for i in range(100)]
     report, kept = run(tmp_path, rows, tiny, **LIMITS)
     assert report["dropped"] == {"near_duplicate": 99} and kept[0]["response"] == rows[0]["response"]
 
