@@ -38,7 +38,7 @@ from dataprep.shapes import GROUPED, PAIRED, USES, Columns, Shape, detect_source
 from dataprep.similarity import hash64
 from dataprep.sources import Chunk, Hub, hub_label, is_local, is_saved, read_file, read_source, source_files
 from utils.config import UserError
-from utils.data import folder_kind, show
+from utils.data import answer_opening, folder_kind, show
 from utils.files import replace_folder, write_json, write_text
 from utils.rows import BadRow
 from utils.run import check_output_dir, record_run, run_stage
@@ -297,8 +297,10 @@ def read_excluded(files: list[str]) -> set[str]:
 def row_rules(cfg: DataConfig) -> RowRules:
     from utils.models import load_tokenizer
 
+    tokenizer = load_tokenizer(cfg.tokenizer)
+    answer_opening(tokenizer, str(tokenizer.chat_template))  # its warning is said once, not in each worker
     return RowRules(
-        tokenizer=load_tokenizer(cfg.tokenizer),
+        tokenizer=tokenizer,
         limits=Limits(cfg.max_prompt_length, cfg.max_response_length, cfg.long_prompt, cfg.long_response),
         prompt_suffix=cfg.prompt_suffix,
         pairs=cfg.pairs or "best_worst",
@@ -425,7 +427,7 @@ def prepare(cfg: DataConfig) -> dict:
 
         # 2. what no row can know of itself
         fraction = 0.0 if cfg.eval_source is not None else 0.05 if cfg.eval_fraction is None else cfg.eval_fraction
-        d = decide(chunks, folder, cfg.near_duplicates, SplitRule(fraction, cfg.seed))
+        d = decide(chunks, folder, kind, cfg.near_duplicates, SplitRule(fraction, cfg.seed))
         tally.add_decisions(chunks, d, kind)
         if not d.new_rows().any() and not earlier:
             raise UserError(tally.why_nothing_is_left())

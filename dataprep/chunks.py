@@ -21,6 +21,7 @@ import numpy as np
 from dataprep.convert import convert
 from dataprep.keys import row_keys
 from dataprep.lengths import Limits, check_lengths, encode_rows
+from dataprep.messages import beside_text
 from dataprep.shapes import ANSWERS, GROUPED, Columns, Shape
 from dataprep.sources import Chunk
 from utils.config import UserError
@@ -79,7 +80,14 @@ def end_with(parent: int) -> None:
 def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
     """Raw rows -> one Arrow file of checked rows with their keys; returns and stores what happened to the others."""
     rules, kind = _worker["rules"], work.shape.kind
-    stats = work._asdict() | {"rows": 0, "candidates": 0, "kept": 0, "dropped": [], "shortened": Counter()}
+    stats = work._asdict() | {
+        "rows": 0,
+        "candidates": 0,
+        "kept": 0,
+        "dropped": [],
+        "shortened": Counter(),
+        "beside": Counter(),
+    }
     del stats["shape"], stats["columns"]
     rows = candidate_rows(chunk, work, rules, stats)
     if work.role == "old":
@@ -88,7 +96,7 @@ def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
     else:
         kept, lengths = checked_rows(rows, work, rules, stats)
     stats |= {"kept": len(kept), "shortened": dict(stats["shortened"])}
-    keys = row_keys(kept, kind, rules.near_duplicates) if kept else {}
+    keys = row_keys(kept, kind, rules.near_duplicates, rules.prompt_suffix) if kept else {}
     write_chunk(file, kept, kind, keys | {"lengths": np.array(lengths, dtype=np.int32)}, stats)
     return stats
 
@@ -103,6 +111,7 @@ def candidate_rows(chunk: Chunk, work: Work, rules: RowRules, stats: dict) -> li
             if isinstance(raw, BadRow):
                 raise raw
             old = work.role == "old"
+            stats["beside"].update(beside_text(raw) if isinstance(raw, dict) and not old else ())
             made = [raw] if old else convert(raw, work.shape, work.columns, rules.prompt_suffix, rules.pairs)
         except BadRow as bad:
             made = [bad]
@@ -162,17 +171,20 @@ def schema_of(kind: str):
     return pa.schema([(name, types.get(name, pa.string())) for name in COLUMNS[kind]])
 
 
-def write_chunk(file: Path, rows: list[dict], kind: str, keys: dict[str, np.ndarray], stats: dict) -> None:
-    """Rows with their places, keys (N, ...) and statistics in one Arrow file, which appears when it is whole."""
+def write_chunk(file: Path, rows: list[dict], kind: str, keys: dict, stats: dict) -> None:
+    """Rows with places, keys ((N, ...) or N arrays) and statistics in one Arrow file, which appears at once."""
     import pyarrow as pa
 
     schema = schema_of(kind).append(pa.field("_place", pa.string()))
     columns, names = pa.Table.from_pylist(rows, schema=schema).columns, [*schema.names]
     for name, values in keys.items():
+        names.append(f"_{name}")
+        if isinstance(values, list):
+            columns.append(pa.array(values))
+            continue
         values = values.reshape(len(values), -1) if values.ndim > 2 else values
         flat = pa.array(np.ascontiguousarray(values).ravel())
         columns.append(flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1]))
-        names.append(f"_{name}")
     table = pa.table(columns, names=names).replace_schema_metadata({"stats": json.dumps(stats)})
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with (
@@ -203,12 +215,16 @@ def read_chunk(file: Path, names: list[str]):
         return pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=wanted)).read_all().select(names)
 
 
-def chunk_keys(file: Path, names: list[str]) -> dict[str, np.ndarray]:
-    """Keys of a chunk's rows: (N,) or (N, ...) arrays."""
+def chunk_keys(file: Path, names: list[str]) -> dict:
+    """Keys of a chunk's rows: (N,) or (N, ...) arrays; of arrays of any length all values, and their lengths (N,)."""
+    import pyarrow as pa
+
     table, keys = read_chunk(file, [f"_{name}" for name in names]), {}
     for name in names:
         column = table[f"_{name}"].combine_chunks()
-        if column.type.num_fields:
+        if pa.types.is_list(column.type):
+            keys[name] = (column.flatten().to_numpy(zero_copy_only=False), column.value_lengths().to_numpy())
+        elif column.type.num_fields:
             keys[name] = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
         else:
             keys[name] = column.to_numpy(zero_copy_only=False)

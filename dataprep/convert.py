@@ -6,7 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from dataprep.messages import CONTROL, found, hh_text, is_blank, is_dialogue, merge_turns, more_than_messages, to_json
+from dataprep.messages import (
+    CONTROL,
+    found,
+    hh_text,
+    is_blank,
+    is_dialogue,
+    merge_turns,
+    more_than_messages,
+    refuse_tools_and_media,
+    to_json,
+)
 from dataprep.readers import READERS, logged_answer
 from dataprep.shapes import ANSWERS, Columns, Shape, find_all, find_choice
 from dataprep.sources import Chunk
@@ -23,6 +33,7 @@ def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = 
     if not isinstance(row, dict):
         raise BadRow("wrong_type", f"expected an object with named columns, found {found(row)}")
     name = find_all(row, columns)
+    refuse_tools_and_media({key: value for key, value in row.items() if key not in name.values()})
     if isinstance(row, TextRow):
         choice = find_choice(row, columns)
         row = untext(
@@ -105,6 +116,9 @@ def finish(out: dict, kind: str, rest: dict, raw_prompt, suffix: str) -> dict:
         if out[name] != text and name not in raw:
             raw[name] = text
     if kind == "preference" and out["chosen"] == out["rejected"]:
+        sides = raw.get("chosen"), raw.get("rejected")
+        if sides[0] != sides[1] and any(map(more_than_messages, sides)):
+            raise BadRow("equal_text", "chosen and rejected differ only in what stands beside their text")
         raise BadRow("equal_answers", "chosen and rejected are the same text")
     texts = [m["content"] for m in prompt] + [m["role"] for m in prompt] + [out[name] for name in ANSWERS[kind]]
     texts += [out[name] for name in ("reference", "ground_truth") if out.get(name)]
@@ -143,6 +157,7 @@ def group_rows(chunks: Iterator[Chunk], shape: Shape, columns: Columns, folder: 
                 if not isinstance(row, dict):
                     raise BadRow("wrong_type", f"expected an object with named columns, found {found(row)}")
                 name = find_all(row, columns)
+                refuse_tools_and_media({key: value for key, value in row.items() if key not in name.values()})
                 row = untext(row, name) if isinstance(row, TextRow) else row
                 prompt, answer, score = logged_answer(row, name, "label" if shape.name == "thumbs" else "reward")
                 if not answer.strip():

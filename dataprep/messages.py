@@ -17,6 +17,9 @@ ROLES = {
     "bot": "assistant",
     "model": "assistant",
 }
+TOOLS = ("tools", "functions", "tool_calls", "function_call")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 HH_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 CONTROL = re.compile(
@@ -85,6 +88,27 @@ def is_dialogue(text: str) -> bool:
     return "\n\nAssistant:" in text and parse_hh(text) is not None or "<extra_id_1>" in text
 
 
+def refuse_tools_and_media(columns: dict) -> None:
+    """Raise BadRow where a row's columns hold tools, pictures or sound: its text alone would say something else."""
+    for key, value in columns.items():
+        text = value.strip() if isinstance(value, str) else ""
+        held = bool(value) and isinstance(value, (list, dict, bytes)) or text not in ("", "[]", "{}")
+        if held and (key in MEDIA or key in TOOLS and (not text or text[0] in "[{")):
+            raise BadRow(
+                "tools_or_media", f"{key}: the text alone would say something else; drop the column if it does not"
+            )
+
+
+def beside_text(row: dict) -> set[str]:
+    """What messages of a row say besides role and text, such as a name: it is kept in the metadata alone."""
+    known = {"role", "content", "from", "value", *REASONING}
+    columns = [value if isinstance(value, list) else [value] for value in row.values()]
+    turns = [m for column in columns for m in column if isinstance(m, dict) and ("role" in m or "from" in m)]
+    return {
+        str(key) for m in turns for key, value in m.items() if key not in known and value not in (None, "", [], {})
+    }
+
+
 def as_messages(value, name: str) -> list[dict]:
     """Text, one message or a list of messages (role and content, or from and value) -> [{role, content}]."""
     if value is None:
@@ -117,15 +141,20 @@ def as_messages(value, name: str) -> list[dict]:
                 f"{name}[{i}]: expected {{role, content}}, found an object with {sorted(map(str, message))}",
             )
         role, content = as_text(message[keys[0]], f"{name}[{i}].{keys[0]}"), message[keys[1]]
-        if (
-            isinstance(content, list)
-            and content
-            and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content)
-        ):
-            content = "".join(part["text"] for part in content)
-        if any(message.get(key) for key in ("tool_calls", "function_call", "images")):
-            raise BadRow("wrong_type", f"{name}[{i}]: expected a message of text, found tool calls or images")
-        messages.append({"role": ROLES.get(role.lower(), role), "content": as_text(content, f"{name}[{i}].{keys[1]}")})
+        place = f"{name}[{i}]"
+        if any(message.get(key) for key in (*TOOLS, *MEDIA)):
+            raise BadRow("wrong_type", f"{place}: expected a message of text, found tool calls or images")
+        if isinstance(content, list) and content and all(isinstance(p, dict) for p in content):
+            if all(isinstance(p.get("text"), str) for p in content):
+                content = "".join(part["text"] for part in content)
+            elif found_parts := [str(p["type"]) for p in content if p.get("type") not in (None, "text")]:
+                raise BadRow("tools_or_media", f"{place}: expected text alone, found {', '.join(found_parts)[:80]}")
+        content = as_text(content, f"{place}.{keys[1]}")
+        role = ROLES.get(role.lower(), role)
+        thoughts = next((message[key] for key in REASONING if isinstance(message.get(key), str)), "")
+        if role == "assistant" and thoughts.strip() and "<think>" not in content:
+            content = f"<think>\n{thoughts.strip()}\n</think>\n\n{content.lstrip()}"  # as most templates write it
+        messages.append({"role": role, "content": content})
     return messages
 
 

@@ -25,6 +25,7 @@ class Tally:
         self.rows_in = self.candidates = self.longer_chosen = 0
         self.dropped: Counter[str] = Counter()
         self.shortened: Counter[str] = Counter()
+        self.beside: Counter[str] = Counter()
         self.examples: dict[str, list[dict]] = defaultdict(list)
         self.sources: dict[str, dict] = {}
         self.histograms: dict[str, np.ndarray] = {}
@@ -45,6 +46,7 @@ class Tally:
         for drop in chunk.pop("dropped"):
             self.drop(*drop)
         self.shortened.update(chunk.pop("shortened"))
+        self.beside.update(chunk.pop("beside"))
         if chunk["role"] != "old":
             self.rows_in += chunk["rows"]
             self.candidates += chunk["candidates"]
@@ -93,6 +95,7 @@ class Tally:
             "dropped": dict(self.dropped.most_common()),
             "dropped_examples": self.examples,
             "shortened": dict(self.shortened),
+            "only_in_metadata": dict(self.beside),
             "sources": self.sources,
             "tokens": {name: percentiles(h) for name, h in self.histograms.items() if h.sum()},
         }
@@ -131,6 +134,9 @@ def report_page(report: dict, histograms: dict[str, np.ndarray], examples: list[
         body += "<h2>Dropped</h2>" + dropped_table(report)
     if report["shortened"]:
         body += "<h2>Shortened</h2>" + table(["part", "rows"], [[k, f"{v:,}"] for k, v in report["shortened"].items()])
+    if report["only_in_metadata"]:
+        rows = [[key, f"{n:,}"] for key, n in report["only_in_metadata"].items()]
+        body += "<h2>In messages besides role and content, kept as metadata alone</h2>" + table(["key", "rows"], rows)
     body += "<h2>Lengths in tokens</h2>"
     if any(h.sum() for h in histograms.values()):
         body += lengths_figure(histograms) + table(
@@ -206,8 +212,14 @@ def print_summary(tally: Tally, report: dict, rows_out: dict[str, int]) -> None:
     for reason, n in tally.dropped.most_common():
         example = tally.examples[reason][0]
         print(show(f"  dropped {n} {reason}, e.g. {example['place']}: {example['detail']}"))
+    for reason, n in tally.dropped.items():
+        if reason not in ASKED_FOR and n > tally.candidates / 5:
+            way_out = "; --near_duplicates null keeps them" if reason == "near_duplicate" else ""
+            print(f"  warning: {reason} takes {n} of {tally.candidates} rows; look at dropped.jsonl{way_out}")
     for part, n in tally.shortened.items():
         print(f"  shortened {n} {part}; the whole text is kept in the metadata")
+    for key, n in tally.beside.items():
+        print(show(f"  {n} rows have messages with {key}; templates get role and content, the rest is metadata alone"))
     for split in [name for name in rows_out if not report["rows_out"][name]]:
         way_out = "; a higher eval_fraction or an eval_source fills it" if split == "test" else ""
         print(f"  the {split} split is empty{way_out}")

@@ -1,6 +1,6 @@
 """Pass 2: the rules that need all rows (duplicates, contradictions, the split), decided by the keys of pass 1 alone.
 
-Of two rows that cannot both stay, the earlier one does. 13 bytes a row are held in memory.
+Of two rows that cannot both stay, the earlier one does. 31 bytes a row are held in memory.
 """
 
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from dataprep.chunks import chunk_keys
+from dataprep.keys import PROMPT_FIELDS, own_keys
 from dataprep.similarity import MINIMA, combine, hash64, similarity
 
 REASONS = (
@@ -24,6 +25,8 @@ REASONS = (
     "near_test_prompt",
     "left_out_by_weight",
 )
+COMMON = 20  # rows that make a run of words a template's, not their own
+RUN_BITS = 22  # of a run's hash, by which it is counted
 CODE = {reason: code for code, reason in enumerate(REASONS)}
 TRAIN, TEST = 0, 1
 # rows of the earlier output, of eval_source, and of source; in doubt the first of these stay
@@ -59,64 +62,120 @@ class Decisions:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Which new prompts are held out: a share of them, by the prompt's hash and the seed."""
+    """Which new dialogues are held out: a share of them, by the hash of their first prompt and the seed."""
 
     fraction: float
     seed: int
 
 
-def decide(chunks: list[dict], folder: Path, threshold: float | None, split: SplitRule) -> Decisions:
+def decide(chunks: list[dict], folder: Path, kind: str, threshold: float | None, split: SplitRule) -> Decisions:
     """Apply all rules. chunks: as `run_chunks` yields them; threshold: of near duplicates, or None."""
     d = Decisions(chunks)
     near = ["near_row", "near_prompt"] if threshold is not None else []
-    groups = {name: Groups(folder, name) for name in ("id", "prompt", "subject", *near)}
+    groups = {name: Groups(folder, name) for name in ("turns", "id", "subject", "dialogue", *near)}
+    dialogues, times = first_look(chunks, d, groups["turns"], bool(near))
     with open(folder / "sketches.bin", "wb") as file:
-        width = collect_keys(chunks, d, split, groups, file if near else None)
+        collect_keys(chunks, d, split, groups, dialogues)
+        width = collect_near(chunks, d, groups, (kind, threshold, times), file) if near else 0
     drop_duplicates(groups["id"], d)
     drop_contradictions(groups["subject"], d)
-    keep_sides(groups["prompt"], d)
-    if near:
-        with open(folder / "sketches.bin", "rb") as file:
-            sketches = Sketches(file, width, threshold)
-            drop_near_rows(groups["near_row"], d, sketches)
-            drop_near_prompts(groups["near_prompt"], d, sketches)
+    keep_sides(groups["dialogue"], d)
+    if near and os.path.getsize(folder / "sketches.bin"):
+        sketches = Sketches(
+            np.memmap(folder / "sketches.bin", np.uint8, "r").reshape(-1, width // MINIMA, MINIMA), threshold
+        )
+        drop_near_rows(groups["near_row"], d, sketches)
+        drop_near_prompts(groups["near_prompt"], d, sketches)
     # weights are for training; a row that changed its side was not left out
     d.copies[(d.side == TEST) | (d.copies == 0)] = 1
     return d
 
 
-def collect_keys(chunks: list[dict], d: Decisions, split: SplitRule, groups: dict[str, "Groups"], sketches) -> int:
-    """Read all keys once, into `groups` and the file `sketches` (None without near duplicates); set roles, sides and
-    copies. Returns the bytes of one row's signatures."""
-    width = 0
-    names = ["id", "prompt", "subject", "label", *(["near_row", "near_prompt", "sketch"] if sketches else [])]
+def first_look(chunks: list[dict], d: Decisions, turns: "Groups", near: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Set roles. Returns the dialogue of each row, (N,) uint64, and how many rows hold a three-word run of the last
+    turn, by the run's first bits, (2^RUN_BITS,)."""
+    prompts = np.zeros(len(d.code), dtype=np.uint64)
+    times = np.zeros(1 << RUN_BITS if near else 0, dtype=np.uint32)
     for i, chunk in enumerate(chunks):
         if not chunk["kept"]:
             continue
         mine = d.rows(i)
         d.role[mine] = {"new": NEW, "test": OFFICIAL, "old": OLD}[chunk["role"]]
-        keys = chunk_keys(chunk["file"], names)
+        keys = chunk_keys(chunk["file"], ["prompt", "turns", *(["runs"] if near else [])])
+        prompts[mine] = keys["prompt"]
+        key, lengths = keys["turns"]
+        number = np.arange(len(key)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        whole = number + 1 == np.repeat(lengths, lengths)
+        turns.add(key, np.repeat(np.arange(mine.start, mine.stop, dtype=np.uint64), lengths), number * 2 + whole)
+        if near:
+            bits, n = np.unique(keys["runs"][0] >> np.uint32(32 - RUN_BITS), return_counts=True)
+            times[bits] += n.astype(np.uint32)
+    return dialogue_keys(turns, prompts), times
+
+
+def dialogue_keys(turns: "Groups", prompts: np.ndarray) -> np.ndarray:
+    """The dialogue of each row: the key of the shortest prompt among all rows that its own goes on from. prompts: the
+    rows' own keys; a row whose dialogue stands nowhere else has this one. (N,) uint64."""
+    dialogues, shortest = prompts.copy(), np.full(len(prompts), 1 << 15, dtype=np.uint16)
+    for entries, starts in turns.shared(3):
+        rows, number, whole = (
+            entries[:, 1].astype(np.int64),
+            entries[:, 2] >> np.uint64(1),
+            entries[:, 2] & np.uint64(1),
+        )
+        sizes = np.diff([*starts, len(rows)])
+        owner = np.repeat(np.minimum.reduceat(np.where(whole, rows, len(prompts)), starts), sizes)
+        order = np.argsort(number, kind="stable")[::-1]  # of several turns of a row the first one is set last
+        order = order[(owner[order] < len(prompts)) & (number[order] < shortest[rows[order]])]
+        dialogues[rows[order]] = prompts[owner[order]]
+        shortest[rows[order]] = number[order]
+    return dialogues
+
+
+def collect_keys(
+    chunks: list[dict], d: Decisions, split: SplitRule, groups: dict[str, "Groups"], dialogues: np.ndarray
+) -> None:
+    """Set sides and copies, and read the keys by which rows are equal into `groups`."""
+    for i, chunk in enumerate(chunks):
+        if not chunk["kept"]:
+            continue
+        mine = d.rows(i)
+        keys = chunk_keys(chunk["file"], ["id", "subject", "label"])
         if chunk["role"] == "new":
-            d.side[mine] = in_test_split(keys["prompt"], split.seed, split.fraction)
+            d.side[mine] = in_test_split(dialogues[mine], split.seed, split.fraction)
             chance = keys["id"].astype(np.float64) / 2**64
             d.copies[mine] = int(chunk["weight"]) + (chance < chunk["weight"] % 1)
         else:  # an earlier row's source is its split
             d.side[mine] = TEST if chunk["role"] == "test" or chunk["source"] == "test" else TRAIN
-        if sketches:
-            width = keys["sketch"].shape[1]
-            sketches.write(keys.pop("sketch").tobytes())
         left_out = (d.side[mine] == TRAIN) & (d.copies[mine] == 0)
         d.code[mine][left_out] = CODE[
             "left_out_by_weight"
         ]  # before the rules, so that no other row goes because of it
         rows = np.arange(mine.start, mine.stop, dtype=np.uint64)[~left_out]
-        keys = {name: values[~left_out] for name, values in keys.items()}
-        groups["id"].add(keys["id"], rows)
-        groups["prompt"].add(keys["prompt"], rows)
-        groups["subject"].add(keys["subject"], rows, keys["label"])
-        for name in ("near_row", "near_prompt") if sketches else ():
-            for band in keys[name].T:
-                groups[name].add(band, rows)
+        groups["dialogue"].add(dialogues[mine][~left_out], rows)
+        groups["id"].add(keys["id"][~left_out], rows)
+        groups["subject"].add(keys["subject"][~left_out], rows, keys["label"][~left_out])
+
+
+def collect_near(chunks: list[dict], d: Decisions, groups: dict[str, "Groups"], how: tuple, sketches) -> int:
+    """Read the keys by which rows are near into `groups` and the file `sketches`; returns the bytes of one row there.
+
+    how: (kind, threshold, times). A run that one row in a thousand and at least COMMON rows hold is not compared.
+    """
+    kind, threshold, times = how
+    least, width = max(COMMON, len(d.code) // 1000), 0
+    for i, chunk in enumerate(chunks):
+        if not chunk["kept"]:
+            continue
+        keys = chunk_keys(chunk["file"], ["near_row", "near_prompt", "sketch", "runs"])
+        keys = own_keys(keys, times[keys["runs"][0] >> np.uint32(32 - RUN_BITS)] >= least, kind, threshold)
+        width = keys["sketch"].shape[1]
+        sketches.write(keys["sketch"].tobytes())
+        rows = np.arange(d.first[i], d.first[i + 1], dtype=np.uint64)
+        compared = d.code[d.rows(i)] == 0
+        for name in ("near_row", "near_prompt"):
+            for band in keys[name][compared].T:
+                groups[name].add(band, rows[compared])
     return width
 
 
@@ -185,19 +244,20 @@ def drop_contradictions(subjects: Groups, d: Decisions) -> None:
     """Rows whose subject has another label too, in a row of the same role or of one that stays before it."""
     for entries, starts in subjects.shared(3):
         rows, labels = entries[:, 1].astype(np.int64), entries[:, 2]
-        differ = np.minimum.reduceat(labels, starts) != np.maximum.reduceat(labels, starts)
-        for a, b in zip(starts[differ].tolist(), np.r_[starts[1:], len(rows)][differ].tolist()):
-            labelled = list(zip(rows[a:b].tolist(), labels[a:b].tolist()))
-            for row, label in labelled:
-                others = (r for r, other in labelled if other != label and d.role[r] <= d.role[row])
-                twin = next(others, None)
-                if d.role[row] != OLD and twin is not None:
-                    d.drop(row, "contradicting_labels", twin)
+        sizes = np.diff([*starts, len(rows)])
+        first, n = np.repeat(starts, sizes), len(rows)
+        # the first row of the other label, for those of the first one; rows are in the order of their roles
+        other = np.minimum.reduceat(np.where(labels != labels[first], np.arange(n), n), starts)
+        twin = np.where(labels != labels[first], first, np.repeat(other, sizes))
+        found = np.flatnonzero(twin < n)
+        found = found[(d.role[rows[found]] != OLD) & (d.role[rows[twin[found]]] <= d.role[rows[found]])]
+        for row, why in zip(rows[found].tolist(), rows[twin[found]].tolist()):
+            d.drop(row, "contradicting_labels", why)
 
 
-def keep_sides(prompts: Groups, d: Decisions) -> None:
-    """A prompt is on one side, which it never leaves: new rows go to the side of the earlier output's, or out."""
-    for entries, starts in prompts.shared():
+def keep_sides(dialogues: Groups, d: Decisions) -> None:
+    """A dialogue is on one side, which it never leaves: new rows go to the side of the earlier output's, or out."""
+    for entries, starts in dialogues.shared():
         rows = entries[:, 1].astype(np.int64)
         special = np.minimum.reduceat(d.role[rows], starts) < NEW
         for a, b in zip(starts[special].tolist(), np.r_[starts[1:], len(rows)][special].tolist()):
@@ -205,8 +265,12 @@ def keep_sides(prompts: Groups, d: Decisions) -> None:
             old, official, new = (mine[d.role[mine] == role] for role in (OLD, OFFICIAL, NEW))
             if len(old):
                 d.side[new] = d.side[old[0]]
-                for row in official.tolist() if d.side[old[0]] == TRAIN else ():
-                    d.drop(row, "prompt_in_train", int(old[0]))
+                trained = old[d.side[old] == TRAIN]
+                for row in official.tolist() if len(trained) else ():
+                    d.drop(row, "prompt_in_train", int(trained[0]))
+            if len(np.unique(d.side[old])) > 1:  # an output that was split by prompts
+                for row in new.tolist():
+                    d.drop(row, "prompt_in_test", int(old[d.side[old] == TEST][0]))
             official = official[d.code[official] == 0]
             for row in new.tolist() if len(official) else ():
                 d.drop(row, "prompt_in_test", int(official[0]))
@@ -217,37 +281,57 @@ def keep_sides(prompts: Groups, d: Decisions) -> None:
 
 @dataclass(frozen=True)
 class Sketches:
-    """All rows' signatures in a file, `width` bytes each, and how alike two must be."""
+    """All rows' signatures, (N, fields, MINIMA) uint8 in a file, and how alike two must be."""
 
-    file: object
-    width: int
+    rows: np.ndarray
     threshold: float
 
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """(N,) -> (N, fields, MINIMA) uint8"""
-        data = b"".join(os.pread(self.file.fileno(), self.width, int(row) * self.width) for row in rows)
-        return np.frombuffer(data, dtype=np.uint8).reshape(len(rows), -1, MINIMA)
-
     def alike(self, pairs: np.ndarray, fields: slice) -> np.ndarray:
-        """Those of the pairs of rows, (P, 2), that are near in all of these fields."""
-        near = [np.empty((0, 2), dtype=np.int64)]
+        """Which pairs of rows, (P, 2), are near in all of these fields: (P,) bool"""
+        near = [np.empty(0, dtype=bool)]
         for block in np.array_split(pairs, -(-len(pairs) // 20_000)) if len(pairs) else []:
-            a, b = (self.read(block[:, side])[:, fields] for side in (0, 1))
-            near.append(block[(similarity(a, b) >= self.threshold).all(1)])
+            a, b = (self.rows[block[:, side], fields] for side in (0, 1))
+            near.append((similarity(a, b) >= self.threshold).all(1))
         return np.concatenate(near)
 
 
 def drop_near_rows(groups: Groups, d: Decisions, sketches: Sketches) -> None:
     """Rows that are near to an earlier row go. Rows that share a band are candidates, and their signatures decide."""
-    for row, other in near_pairs(groups, d, sketches, near_candidates, slice(None)):
+    near = [np.empty((0, 2), dtype=np.int64)]
+    for entries, starts in groups.shared():
+        near.append(near_in_groups(entries[:, 1].astype(np.int64), starts, d, sketches))
+    for row, other in np.unique(np.concatenate(near), axis=0).tolist():
         if not d.code[row] and not d.code[other]:
             official = d.role[row] > d.role[other] == OFFICIAL
             d.drop(row, "near_test_prompt" if official else "near_duplicate", other)
 
 
+def near_in_groups(rows: np.ndarray, starts: np.ndarray, d: Decisions, sketches: Sketches) -> np.ndarray:
+    """Near pairs (row, earlier row) among rows that share a key, (P, 2). rows: all groups, one after the other: (M,).
+
+    All are compared with the first of their group, those that are not near with the first that is left, and so on 16
+    times: many rows that are alike cost one comparison each, and many that are not no million pairs.
+    """
+    group = np.repeat(np.arange(len(starts)), np.diff([*starts, len(rows)]))
+    live = d.code[rows] == 0
+    rows, group, found = rows[live], group[live], [np.empty((0, 2), dtype=np.int64)]
+    for _ in range(16):
+        first = np.diff(group, prepend=-1) > 0
+        pairs = np.stack([rows, rows[first][np.cumsum(first) - 1]], 1)[~first] if len(rows) else found[0]
+        near = sketches.alike(pairs, slice(None))
+        new = d.role[pairs[:, 0]] != OLD
+        found.append(pairs[near & new])
+        rows, group = pairs[~(near & new), 0], group[~first][~(near & new)]
+    return np.unique(np.concatenate(found), axis=0)
+
+
 def drop_near_prompts(groups: Groups, d: Decisions, sketches: Sketches) -> None:
     """Train rows whose prompt is near to a test prompt go."""
-    for row, other in near_pairs(groups, d, sketches, prompt_candidates, slice(1)):
+    near = [np.empty((0, 2), dtype=np.int64)]
+    for entries, starts in groups.shared():
+        pairs = np.unique(prompt_candidates(entries[:, 1].astype(np.int64), starts, d), axis=0)
+        near.append(pairs[sketches.alike(pairs, slice(PROMPT_FIELDS))])
+    for row, other in np.unique(np.concatenate(near), axis=0).tolist():
         if d.code[row] or d.code[other]:
             continue
         if d.role[row] != OLD:
@@ -256,31 +340,8 @@ def drop_near_prompts(groups: Groups, d: Decisions, sketches: Sketches) -> None:
             d.drop(other, "prompt_in_train", row)
 
 
-def near_pairs(groups: Groups, d: Decisions, sketches: Sketches, candidates, fields: slice) -> list[list[int]]:
-    """Sorted pairs of rows that share a band and are near in these fields."""
-    near = [np.empty((0, 2), dtype=np.int64)]
-    for entries, starts in groups.shared():
-        pairs = candidates(entries[:, 1].astype(np.int64), starts, d)
-        near.append(sketches.alike(np.unique(pairs, axis=0), fields))
-    return np.unique(np.concatenate(near), axis=0).tolist()
-
-
-def near_candidates(rows: np.ndarray, starts: np.ndarray, d: Decisions) -> np.ndarray:
-    """Pairs (row, earlier row) among rows that share a key: with at most 16 others each, so that a thousand rows of
-    one template are not a million pairs. rows: all groups, one after the other: (M,) -> (P, 2)."""
-    group = np.repeat(np.arange(len(starts)), np.diff([*starts, len(rows)]))
-    live = np.flatnonzero(d.code[rows] == 0)
-    pairs = [np.empty((0, 2), dtype=np.int64)]
-    for k in range(1, 17):
-        later, earlier = live[k:], live[:-k]
-        same = group[later] == group[earlier]
-        pairs.append(np.stack([rows[later[same]], rows[earlier[same]]], 1))
-    pairs = np.concatenate(pairs)
-    return pairs[d.role[pairs[:, 0]] != OLD]
-
-
 def prompt_candidates(rows: np.ndarray, starts: np.ndarray, d: Decisions) -> np.ndarray:
-    """As `near_candidates`, but pairs (train row, test row)."""
+    """Pairs (train row, test row) among rows that share a key, with at most 16 test rows each. rows: (M,) -> (P, 2)"""
     group = np.repeat(np.arange(len(starts)), np.diff([*starts, len(rows)]))
     live, test = d.code[rows] == 0, d.side[rows] == TEST
     first, second = np.flatnonzero(live & ~test), np.flatnonzero(live & test)
