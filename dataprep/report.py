@@ -22,7 +22,7 @@ class Tally:
 
     def __init__(self, strict: bool, file):
         self.strict, self.file = strict, file
-        self.rows_in = self.candidates = self.longer_chosen = 0
+        self.rows_in = self.candidates = self.unused = self.longer_chosen = 0
         self.dropped: Counter[str] = Counter()
         self.shortened: Counter[str] = Counter()
         self.examples: dict[str, list[dict]] = defaultdict(list)
@@ -48,6 +48,7 @@ class Tally:
         if chunk["role"] != "old":
             self.rows_in += chunk["rows"]
             self.candidates += chunk["candidates"]
+            self.unused += chunk["unused"]
             self.sources[chunk["source"]]["rows"] += chunk["rows"]
 
     def add_decisions(self, chunks: list[dict], d: Decisions, kind: str) -> None:
@@ -96,6 +97,8 @@ class Tally:
             "sources": self.sources,
             "tokens": {name: percentiles(h) for name, h in self.histograms.items() if h.sum()},
         }
+        if self.unused:
+            report["unused_rows"] = self.unused
         kept = sum(source["kept"] for source in self.sources.values())
         if kind == "preference" and kept:
             report["longer_answer_chosen"] = round(self.longer_chosen / kept, 4)
@@ -206,6 +209,8 @@ def print_summary(tally: Tally, report: dict, rows_out: dict[str, int]) -> None:
     for reason, n in tally.dropped.most_common():
         example = tally.examples[reason][0]
         print(show(f"  dropped {n} {reason}, e.g. {example['place']}: {example['detail']}"))
+    if tally.unused:
+        print(f"  not used {tally.unused} further answers to a prompt; see --pairs")
     for part, n in tally.shortened.items():
         print(f"  shortened {n} {part}; the whole text is kept in the metadata")
     for split in [name for name in rows_out if not report["rows_out"][name]]:
