@@ -36,7 +36,7 @@ from dataprep.report import Tally, print_example, print_summary, report_page
 from dataprep.rules import SplitRule, decide
 from dataprep.shapes import GROUPED, PAIRED, USES, Columns, Shape, detect_source
 from dataprep.similarity import hash64
-from dataprep.sources import Chunk, Hub, hub_label, is_local, is_saved, read_file, read_source, source_files
+from dataprep.sources import Chunk, Hub, as_label, hub_label, is_local, is_saved, read_file, read_source, source_files
 from utils.config import UserError
 from utils.data import answer_opening, folder_kind, show
 from utils.files import replace_folder, write_json, write_text
@@ -66,6 +66,8 @@ class DataConfig:
     """model whose tokenizer and chat template measure the lengths: a folder, a .gguf file or a hub name"""
     output_dir: str
     """folder to write"""
+    trust_remote_code: bool = False
+    """run the tokenizer's own code, where it has some"""
     kind: Literal["preference", "prompts", "trajectories"] | None = None
     """what to make of the rows; null = detected from the first hundred rows, and printed"""
     eval_source: str | Source | list[str | Source] | None = None
@@ -282,7 +284,7 @@ def read_excluded(files: list[str]) -> set[str]:
             raise UserError(f"exclude {file} is not a file")
     for place, raw in (row for file in files for part in read_file(file) for row in part.rows()):
         if isinstance(raw, BadRow):  # such as a last line that a killed run left half-written
-            print(f"{place}: {raw.reason}, left out of exclude", flush=True)
+            print(show(f"{place}: {raw.reason}, left out of exclude"), flush=True)
             continue
         if not isinstance(raw, dict) or not ("id" in raw or "prompt" in raw):
             raise UserError(f"{place}: exclude needs objects with an id or a prompt (a list of messages)")
@@ -297,7 +299,7 @@ def read_excluded(files: list[str]) -> set[str]:
 def row_rules(cfg: DataConfig) -> RowRules:
     from utils.models import load_tokenizer
 
-    tokenizer = load_tokenizer(cfg.tokenizer)
+    tokenizer = load_tokenizer(cfg.tokenizer, cfg.trust_remote_code)
     answer_opening(tokenizer, str(tokenizer.chat_template))  # its warning is said once, not in each worker
     return RowRules(
         tokenizer=tokenizer,
@@ -336,12 +338,12 @@ class Opened(NamedTuple):
     chunks: Iterator[Chunk]
 
 
-def open_source(source: Source, role: str, cfg: DataConfig, kind: str | None, folder: Path) -> Opened:
-    """Recognise the shape of a source by its first rows. folder: where rows of one answer are sorted by prompt."""
+def open_source(source: Source, role: str, cfg: DataConfig, kind: str | None) -> Opened:
+    """Recognise the shape of a source by its first rows, however many have no object before them."""
     chunks = read_source(source.path, source.hub)
     seen: list[Chunk] = []
     some: list[tuple[str, dict]] = []
-    while len(some) < 100 and len(seen) < 10 and (chunk := next(chunks, None)) is not None:
+    while (not some or len(some) < 100 and len(seen) < 10) and (chunk := next(chunks, None)) is not None:
         seen.append(chunk)
         some += islice(((place, row) for place, row in chunk.rows() if isinstance(row, dict)), 100)
     chunks = chain(seen, chunks)
@@ -352,21 +354,16 @@ def open_source(source: Source, role: str, cfg: DataConfig, kind: str | None, fo
         print(show(f"{source.path}: {shape.kind}, {shape.name} (from {place})"), flush=True)
     else:
         shape = Shape(kind or "prompts", "no rows")  # every row is broken and says why
-    columns = cfg.columns
-    if shape.kind == "preference" and shape.name in GROUPED:
-        chunks, columns = group_rows(chunks, shape, columns, folder), Columns()
     split = f"[{source.hub.split}]" if source.hub.split else ""
-    name = source.path + split if is_local(source.path) else hub_label(source.path, source.hub)
-    return Opened(Work(shape, columns, name, role, source.weight), chunks)
+    name = as_label(source.path) + split if is_local(source.path) else hub_label(source.path, source.hub)
+    return Opened(Work(shape, cfg.columns, name, role, source.weight), chunks)
 
 
-def open_first(
-    sources: list[Source], cfg: DataConfig, kind: str | None, folder: Path
-) -> tuple[dict[int, Opened], str]:
+def open_first(sources: list[Source], cfg: DataConfig, kind: str | None) -> tuple[dict[int, Opened], str]:
     """Open sources up to the first one with rows, which decides the kind; returns them by identity, and the kind."""
     opened: dict[int, Opened] = {}
     for source in sources:
-        work, _ = opened[id(source)] = open_source(source, "new", cfg, kind, folder)
+        work, _ = opened[id(source)] = open_source(source, "new", cfg, kind)
         if work.shape.name != "no rows":
             return opened, work.shape.kind
     return opened, kind or "prompts"
@@ -383,9 +380,24 @@ def earlier_tasks(earlier: Earlier | None, kind: str) -> Iterator[tuple[Chunk, W
 def source_tasks(
     listed: list[tuple[str, Source]], opened: dict[int, Opened], cfg: DataConfig, kind: str, folder: Path, tally: Tally
 ) -> Iterator[tuple[Chunk, Work]]:
-    """Chunks of all sources, each with its work. listed: (role, source) in the order in which they are read."""
-    for role, source in listed:
-        work, chunks = opened.pop(id(source), None) or open_source(source, role, cfg, kind, folder)
+    """Chunks of all sources, each with its work. listed: (role, source) in the order in which they are read.
+
+    Sources of one answer a row, such as up.jsonl and down.jsonl, become one, whose rows are sorted by prompt in
+    `folder`, for the two answers of a pair may stand in different ones.
+    """
+    listed = list(listed)
+    while listed:
+        role, source = listed.pop(0)
+        work, chunks = opened.pop(id(source), None) or open_source(source, role, cfg, kind)
+        if work.shape.kind == "preference" and work.shape.name in GROUPED:
+            for other in [other for other in listed if other[0] == role]:
+                mate = opened.get(id(other[1])) or open_source(other[1], role, cfg, kind)
+                opened[id(other[1])] = mate
+                if mate.work == work._replace(source=mate.work.source):
+                    work = work._replace(source=f"{work.source} + {mate.work.source}")
+                    chunks = chain(chunks, opened.pop(id(other[1])).chunks)
+                    listed.remove(other)
+            chunks, work = group_rows(chunks, work.shape, cfg.columns, folder), work._replace(columns=Columns())
         tally.add_source(work.source, work.shape.name)
         for chunk in chunks:
             yield chunk, work
@@ -412,10 +424,12 @@ def prepare(cfg: DataConfig) -> dict:
     check_not_replaced(files, output, cfg)
     about = fingerprint(cfg, [*files, *sorted(map(str, output.glob("*.parquet")))], rules) if all(local) else None
     with workshop(output, about) as folder:
+        if find_earlier(cfg, output) != (earlier, kind):  # which refuses what another run may have finished meanwhile
+            raise UserError(f"output_dir {output} was changed by another run meanwhile; run again")
         tally = Tally(cfg.on_bad_row == "error", open_list(folder / "dropped.jsonl", earlier and earlier.folder))
 
         # 1. rows -> chunk files, in parallel
-        opened, kind = open_first(sources, cfg, kind, folder)
+        opened, kind = open_first(sources, cfg, kind)
         tasks = chain(earlier_tasks(earlier, kind), source_tasks(listed, opened, cfg, kind, folder, tally))
         parts = sum(1 if is_saved(source.path) else max(1, len(part)) for (_, source), part in zip(listed, local))
         chunks = []
@@ -453,7 +467,7 @@ def prepare(cfg: DataConfig) -> dict:
     if shown:
         print_example(shown[0], kind, rules.tokenizer)
     print_summary(tally, report, rows_out)
-    print(f"wrote {output}", flush=True)
+    print(show(f"wrote {output}"), flush=True)
     return report
 
 

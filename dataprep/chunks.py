@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import threading
 import time
 from collections import Counter, deque
@@ -26,7 +27,7 @@ from dataprep.shapes import ANSWERS, GROUPED, Columns, Shape
 from dataprep.sources import Chunk
 from utils.config import UserError
 from utils.data import COLUMNS
-from utils.rows import BadRow
+from utils.rows import BadRow, bad_row
 from utils.tracking import progress_bar
 
 
@@ -66,6 +67,7 @@ _worker: dict = {}
 def start_worker(rules: RowRules, parent: int | None = None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are taken
     if parent is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent says the one line
         threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     _worker["rules"] = rules
 
@@ -80,14 +82,8 @@ def end_with(parent: int) -> None:
 def process_chunk(chunk: Chunk, work: Work, file: Path) -> dict:
     """Raw rows -> one Arrow file of checked rows with their keys; returns and stores what happened to the others."""
     rules, kind = _worker["rules"], work.shape.kind
-    stats = work._asdict() | {
-        "rows": 0,
-        "candidates": 0,
-        "kept": 0,
-        "dropped": [],
-        "shortened": Counter(),
-        "beside": Counter(),
-    }
+    stats = work._asdict() | {"rows": 0, "candidates": 0, "kept": 0, "unused": 0}
+    stats |= {"dropped": [], "shortened": Counter(), "beside": Counter()}
     del stats["shape"], stats["columns"]
     rows = candidate_rows(chunk, work, rules, stats)
     if work.role == "old":
@@ -113,9 +109,11 @@ def candidate_rows(chunk: Chunk, work: Work, rules: RowRules, stats: dict) -> li
             old = work.role == "old"
             stats["beside"].update(beside_text(raw) if isinstance(raw, dict) and not old else ())
             made = [raw] if old else convert(raw, work.shape, work.columns, rules.prompt_suffix, rules.pairs)
-        except BadRow as bad:
-            made = [bad]
+        except Exception as error:
+            made = [bad_row(error)]
         stats["candidates"] += len(made)
+        if grouped and isinstance(raw, dict) and (rules.pairs == "best_worst" or isinstance(made[0], BadRow)):
+            stats["unused"] += len(raw["scores"]) - (1 if isinstance(made[0], BadRow) else 2)
         for i, row in enumerate(made, 1):
             at = place if len(made) == 1 else f"{place} pair {i}"
             if isinstance(row, BadRow):
@@ -130,6 +128,11 @@ def checked_rows(
 ) -> tuple[list[dict], list[list[int]]]:
     """Rows within the limits with id, source and place, and the lengths of their parts; the others go to `stats`."""
     kind, kept, lengths = work.shape.kind, [], []
+    rows = [
+        row
+        for row in rows
+        if not (bad := far_too_long(row[1], kind, rules)) or stats["dropped"].append((row[0], *bad))
+    ]
     encoded = encode_rows([row for _, row in rows], kind, rules.tokenizer) if rows else []
     for (place, row), ids in zip(rows, encoded):
         try:
@@ -145,6 +148,24 @@ def checked_rows(
         kept.append(row | {"source": work.source, "_place": place})
         lengths.append([len(ids[name]) for name in ("prompt", *ANSWERS[kind])])
     return kept, lengths
+
+
+def far_too_long(row: dict, kind: str, rules: RowRules) -> tuple[str, str] | None:
+    """(reason, detail) of a row that would be dropped for its length whatever follows, by the beginning of its texts:
+    no more of a text of 50 MB is tokenized. Assistant turns do not count, as templates cut their thoughts out."""
+    limits, turns = rules.limits, row["prompt"][-1:]
+    if limits.long_prompt == "filter":
+        turns = [turn for turn in row["prompt"] if turn["role"] != "assistant"]
+    parts = [("prompt_too_long", turn["content"].strip(), limits.prompt) for turn in turns]
+    if limits.long_response == "filter":
+        parts += [("response_too_long", row[name], limits.response) for name in ANSWERS[kind]]
+    for reason, text, limit in parts:
+        start = text[: 64 * limit]
+        if len(start) < len(text):
+            n = len(rules.tokenizer(start, add_special_tokens=False, split_special_tokens=True).input_ids)
+            if n > 2 * limit:  # not limit, as the last tokens of a beginning are not those of the text
+                return reason, f"more than {2 * limit} tokens, limit {limit}"
+    return None
 
 
 def row_id(row: dict) -> str:
@@ -248,15 +269,17 @@ def run_chunks(
         pool = ProcessPoolExecutor(
             workers, mp_context=get_context("fork"), initializer=start_worker, initargs=(rules, os.getpid())
         )
-    else:
-        start_worker(rules)
     waiting: deque = deque()
+    start_worker(rules)
     with progress_bar(label="preparing", unit="file", total=files) as bar, pool or nullcontext():
 
         def finished() -> dict:
-            share, file, stats = waiting.popleft()
-            stats = stats if isinstance(stats, dict) else stats.result()
-            bar.update(round(share, 4))
+            chunk, work, file, stats = waiting.popleft()
+            try:
+                stats = stats if isinstance(stats, dict) else stats.result()
+            except RecursionError:  # its rows are nested too deep to be sent
+                stats = process_chunk(chunk, work, file)
+            bar.update(round(chunk.share, 4))
             return stats | {"file": file}
 
         try:
@@ -264,7 +287,7 @@ def run_chunks(
                 stats = chunk_stats(file) or (
                     pool.submit(process_chunk, chunk, work, file) if pool else process_chunk(chunk, work, file)
                 )
-                waiting.append((chunk.share, file, stats))
+                waiting.append((chunk, work, file, stats))
                 while len(waiting) > (2 * workers if pool else 0):
                     yield finished()
             while waiting:
@@ -273,3 +296,7 @@ def run_chunks(
             raise WorkerKilled(
                 "a worker process was killed, perhaps for memory; run again with fewer --workers"
             ) from None
+        except BaseException:
+            if pool:
+                pool.shutdown(cancel_futures=True)
+            raise

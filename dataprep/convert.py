@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from dataprep.messages import (
 from dataprep.readers import READERS, logged_answer
 from dataprep.shapes import ANSWERS, Columns, Shape, find_all, find_choice
 from dataprep.sources import Chunk
-from utils.rows import CHUNK_ROWS, BadRow, TextRow
+from utils.rows import CHUNK_ROWS, BadRow, TextRow, bad_row
 
 
 def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = "best_worst") -> list["dict | BadRow"]:
@@ -34,11 +35,8 @@ def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = 
         raise BadRow("wrong_type", f"expected an object with named columns, found {found(row)}")
     name = find_all(row, columns)
     refuse_tools_and_media({key: value for key, value in row.items() if key not in name.values()})
-    if isinstance(row, TextRow):
-        choice = find_choice(row, columns)
-        row = untext(
-            row, name | ({"answer_a": choice[0], "answer_b": choice[1], "choice": choice[2]} if choice else {})
-        )
+    choice = find_choice(row, columns)
+    row = untext(row, name | ({"answer_a": choice[0], "answer_b": choice[1], "choice": choice[2]} if choice else {}))
     rows, used = READERS[shape](row, name, columns, pairs)
     used = used | {name["prompt"], name["system"]} if name["prompt"] not in (None, "turns") else used
     rest = {str(k): v for k, v in row.items() if k not in used}
@@ -51,30 +49,36 @@ def convert(row, shape: Shape, columns: Columns, suffix: str = "", pairs: str = 
     ]
 
 
-def untext(row: TextRow, name: dict) -> dict:
-    """A row of a format without nesting: what should be a number, a list or messages is read from its text."""
-    out = dict(row)
+NOT_TEXT = ("margin", "reward", "label", "logprobs", "scores", "answers", "choice")
+MESSAGES = re.compile(r'\s*(\[\s*)?\{\s*"')
+
+
+def untext(row: dict, name: dict) -> dict:
+    """Messages that stand as JSON text, in any format; in one without nesting also numbers and lists, and what such a
+    format has for null: nothing, or NaN."""
+    out = {k: None if v == "" or v != v else v for k, v in row.items()} if isinstance(row, TextRow) else dict(row)
     for key, column in name.items():
         cell = row.get(column)
-        if not isinstance(cell, str):
+        number = isinstance(row, TextRow) and key in NOT_TEXT
+        if not isinstance(cell, str) or not (number or MESSAGES.match(cell)):
             continue
-        if key in ("margin", "reward", "label", "logprobs", "scores", "answers", "choice") or cell.lstrip()[:2] in (
-            "[{",
-            '{"',
-            "[ ",
-        ):
-            try:
-                value = json.loads(cell)
-            except ValueError:
-                continue
-            messages = (
-                isinstance(value, list)
-                and value
-                and all(isinstance(v, dict) and ("role" in v or "from" in v) for v in value)
-            )
-            if key in ("margin", "reward", "label", "logprobs", "scores", "answers", "choice") or messages:
-                out[column] = value
+        try:
+            value = json.loads(cell)
+        except ValueError:
+            continue
+        if number or is_messages(value):
+            out[column] = value
     return out
+
+
+def is_messages(value) -> bool:
+    if isinstance(value, dict):
+        return {"role", "content"} <= set(value) or {"from", "value"} <= set(value)
+    return (
+        isinstance(value, list)
+        and value != []
+        and all(isinstance(v, dict) and ("role" in v or "from" in v) for v in value)
+    )
 
 
 def try_finish(out: dict, kind: str, rest: dict, raw_prompt, suffix: str, alone: bool) -> "dict | BadRow":
@@ -158,7 +162,7 @@ def group_rows(chunks: Iterator[Chunk], shape: Shape, columns: Columns, folder: 
                     raise BadRow("wrong_type", f"expected an object with named columns, found {found(row)}")
                 name = find_all(row, columns)
                 refuse_tools_and_media({key: value for key, value in row.items() if key not in name.values()})
-                row = untext(row, name) if isinstance(row, TextRow) else row
+                row = untext(row, name)
                 prompt, answer, score = logged_answer(row, name, "label" if shape.name == "thumbs" else "reward")
                 if not answer.strip():
                     raise BadRow("empty_response", f"{name['response']} is empty")
@@ -167,10 +171,10 @@ def group_rows(chunks: Iterator[Chunk], shape: Shape, columns: Columns, folder: 
                 rest = to_json({str(k): v for k, v in row.items() if k not in (name["prompt"], name["response"])})
                 part = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % parts
                 files[part].write(json.dumps([place, key, answer, score, rest]) + "\n")
-            except BadRow as error:
-                bad.append((place, error))
             except UnicodeEncodeError:
                 bad.append((place, BadRow("broken_text", "a lone surrogate, half of a character, stands in the text")))
+            except Exception as error:
+                bad.append((place, bad_row(error)))
             if len(bad) == CHUNK_ROWS:
                 yield Chunk("", 1, bad)
                 bad = []
@@ -185,7 +189,7 @@ def group_rows(chunks: Iterator[Chunk], shape: Shape, columns: Columns, folder: 
             groups.setdefault(key, []).append((place, answer, score, json.loads(rest)))
         rows = [
             (
-                "+".join(place for place, *_ in group),
+                "+".join([place for place, *_ in group[:4]] + [f"{len(group) - 4} more"] * (len(group) > 4)),
                 {
                     "prompt": json.loads(key),
                     "answers": [a for _, a, _, _ in group],

@@ -24,7 +24,7 @@ from dataprep.sources import is_local, read_source, source_files
 from utils.config import UserError
 from utils.data import COLUMNS, show, split_files
 from utils.files import write_json, write_text
-from utils.rows import BadRow
+from utils.rows import BadRow, bad_row
 from utils.run import run_stage
 from utils.tracking import progress_bar
 
@@ -115,7 +115,7 @@ def measure(cfg: CoverageConfig) -> dict:
     print(f"{result['share']:.1%} of {len(real)} real prompts have a close train prompt; the loneliest:")
     for line in result["loneliest"]:
         print(show(f"  {line['similarity']:.3f} {line['prompt'][:100]!r}, nearest {line['nearest'][:100]!r}"))
-    print(f"wrote {listing}", flush=True)
+    print(show(f"wrote {listing}"), flush=True)
     return result
 
 
@@ -125,15 +125,19 @@ def real_prompts(source: str) -> list[tuple[str, str]]:
         raise UserError(f"prompts {source} does not exist; give a file of real prompts")
     source_files(source)  # which refuses types that it does not know
     real: list[tuple[str, str]] = []
+    bad: list[str] = []
     for place, row in (row for chunk in read_source(source) for row in chunk.rows()):
         try:
             if isinstance(row, BadRow):
                 raise row
             shape = detect_shape(row, Columns(), "prompts")
             real.append((place, convert(row, shape, Columns())[0]["prompt"][-1]["content"]))
-        except (BadRow, UserError) as error:
-            detail = getattr(error, "detail", error)
-            raise UserError(f"{place}: {detail}; prompts needs rows with a prompt") from None
+        except Exception as error:
+            bad.append(f"{place}: {error if isinstance(error, UserError) else bad_row(error).detail}")
+    if bad and not real:
+        raise UserError(f"{bad[0]}; prompts needs rows with a prompt")
+    if bad:
+        print(show(f"{len(bad)} rows of {source} are left out, such as {bad[0]}"), flush=True)
     if not real:
         raise UserError(f"prompts {source} has no rows")
     return real

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dataprep.folder import ROWS_PER_GROUP, restore_folder, workshop
 from utils.config import UserError
-from utils.data import split_files
+from utils.data import show, split_files
 from utils.files import replace_folder, write_json
 from utils.run import check_output_dir, record_run, run_stage
 from utils.tracking import progress_bar
@@ -73,6 +73,7 @@ def filter_pairs(cfg: FilterConfig) -> dict:
     check_output_dir(cfg.output_dir, cfg.overwrite)
     judge = load_judge(cfg)
     with workshop(output, about=None) as folder:
+        check_output_dir(cfg.output_dir, cfg.overwrite)  # another run may just have ended
         building = folder / "building"
         building.mkdir()
         rows_in, rows_out, pairs = write_train(train_files, building, judge, cfg.min_probability)
@@ -83,7 +84,7 @@ def filter_pairs(cfg: FilterConfig) -> dict:
         replace_folder(folder / "new", output)
         shutil.rmtree(folder)
     print(f"{rows_in} train rows read: {rows_out} kept; {pairs} pairs are contradicted, see contradicted.jsonl")
-    print(f"wrote {output}", flush=True)
+    print(show(f"wrote {output}"), flush=True)
     return report
 
 

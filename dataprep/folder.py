@@ -133,6 +133,11 @@ def workshop(output: Path, about: str | None) -> Iterator[Path]:
             if not (folder / "new").exists():  # finished, and could not be put in place
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+        except BrokenPipeError:  # nobody reads what is printed
+            raise
+        except OSError as error:  # such as a full disk
+            kept = "; what is finished is kept for the next run" if about is not None else ""
+            raise UserError(f"{error.filename or folder}: {error.strerror or error}{kept}") from None
 
 
 def restore_folder(output: Path) -> None:

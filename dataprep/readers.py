@@ -1,6 +1,9 @@
 """What a row of each shape says: its prompt, its answers, and which of them is the better one."""
 
+import json
 import re
+from collections import Counter
+from contextlib import suppress
 
 from dataprep.messages import (
     as_answer,
@@ -20,6 +23,7 @@ from dataprep.shapes import SCORE_KEYS, Columns, Shape, find_choice, thumb
 from utils.rewards import boxed
 from utils.rows import BadRow
 
+MOST_PAIRS = 100_000  # of one prompt
 TEXT_KEYS = ("response", "text", "content", "answer", "completion")
 
 
@@ -27,6 +31,8 @@ def read_prompt(row: dict, name: dict) -> list[dict]:
     """The prompt column, with what belongs to it: a system turn, and the input of an instruction."""
     column = name["prompt"]
     value = row[column] if column else None
+    if isinstance(value, dict) and "full_text" in value:
+        value = value["full_text"]  # WebGPT: a question with its source
     if column == "turns" and isinstance(value, list) and value and isinstance(value[0], (str, bytes)):
         value = value[0]  # MT-Bench: the later turns need the model's answers; they stay in the metadata
     prompt = as_messages(value, column or "prompt")
@@ -130,6 +136,10 @@ def choice_of(value, how: str, column: str, columns: Columns) -> bool:
             )
         return last == "a"
     number = as_number(value, column)
+    if how == "one or two":
+        if number not in (1, 2):
+            raise BadRow("tie", f"{column}: {found(value)} is neither 1 nor 2")
+        return number == 1
     if how == "sign":
         if number == 0:
             raise BadRow("tie", f"{column}: 0")
@@ -192,25 +202,35 @@ def rated_answers(row: dict, name: dict, prompt: list[dict]) -> tuple[list[tuple
 
 def pairs_from_scores(rated: list[tuple[str, float, dict]], mode: str) -> list[dict]:
     """Pairs of n rated answers, with the difference of their scores as margin. Raises BadRow when no two differ."""
-    ordered = sorted(rated, key=lambda item: -item[1])
-    pairs = [(a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :] if a[1] > b[1]]
-    if not pairs:
-        raise BadRow(
-            "tie" if len(rated) > 1 else "no_counterpart", f"{len(rated)} answers, no two with different scores"
-        )
-    if mode == "best_worst":  # texts can be equal though their scores are not
-        pairs = [
-            max(
-                (p for p in pairs if p[0][0].strip() != p[1][0].strip()),
-                key=lambda p: p[0][1] - p[1][1],
-                default=pairs[0],
+    ordered, n = sorted(rated, key=lambda item: -item[1]), len(rated)
+    if not n or ordered[0][1] == ordered[-1][1]:
+        raise BadRow("tie" if n > 1 else "no_counterpart", f"{n} answers, no two with different scores")
+    if mode == "best_worst":
+        pairs = [best_and_worst(ordered)]
+    else:
+        count = (n * n - sum(k * k for k in Counter(item[1] for item in rated).values())) // 2
+        if count > MOST_PAIRS:
+            raise BadRow(
+                "too_many_pairs", f"{n} answers to one prompt make {count} pairs; --pairs best_worst makes one"
             )
-        ]
+        pairs = [(a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :] if a[1] > b[1]]
     more = [{"metadata": {"chosen": a[2], "rejected": b[2]}} if a[2] or b[2] else {} for a, b in pairs]
     return [
         {"chosen": a[0], "rejected": b[0], "margin": float(f"{a[1] - b[1]:.9g}"), **m}
         for (a, b), m in zip(pairs, more)
     ]
+
+
+def best_and_worst(ordered: list[tuple[str, float, dict]]) -> tuple[tuple, tuple]:
+    """The pair with the largest difference among answers that fall by score; texts can be equal though their scores
+    are not. Only the best place of the first two texts and the worst place of the last two can be in it."""
+    best, worst = {}, {}
+    for item in ordered:
+        best.setdefault(item[0].strip(), item)
+    for item in sorted(ordered, key=lambda item: item[1]):
+        worst.setdefault(item[0].strip(), item)
+    pairs = [(a, b) for s, a in list(best.items())[:2] for t, b in list(worst.items())[:2] if s != t and a[1] > b[1]]
+    return max(pairs, key=lambda pair: pair[0][1] - pair[1][1], default=(ordered[0], ordered[-1]))
 
 
 def logged_answer(row: dict, name: dict, score: str) -> tuple[list[dict], str, float]:
@@ -261,9 +281,32 @@ def read_choice(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[li
     if layout is None:
         raise BadRow("missing_column", f"the row has {sorted(map(str, row))}, not two answers and a choice")
     first, second, choice, how = layout
-    chosen, rejected = (first, second) if choice_of(row[choice], how, choice, columns) else (second, first)
-    margin = abs(as_number(row[choice], choice)) if how == "sign" else None
+    value, margin = row[choice], None
+    if how in ("scores", "one-hot"):  # two columns, in which the better answer has more
+        other = {"score_0": "score_1", "winner_model_a": "winner_model_b"}[choice]
+        margin = as_number(value or 0, choice) - as_number(row[other] or 0, other)
+        if margin == 0:
+            raise BadRow("tie", f"{choice} and {other} are equal")
+        chosen, rejected = (first, second) if margin > 0 else (second, first)
+        margin = abs(margin) if how == "scores" else None
+    else:
+        chosen, rejected = (first, second) if choice_of(value, how, choice, columns) else (second, first)
+        margin = abs(as_number(value, choice)) if how == "sign" else None
+    if how == "one-hot":
+        row = row | {key: only_turn(row[key], key) for key in (name["prompt"], first, second) if key}
     return [read_pair(row, name, chosen, rejected) | {"margin": margin}], {first, second}
+
+
+def only_turn(value, name: str):
+    """The Arena's files hold the turns of a conversation as a JSON list of texts."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list) and value and not isinstance(value[0], dict):
+        if len(value) > 1:
+            raise BadRow("different_prompts", f"{name} has {len(value)} turns, whose earlier answers differ")
+        value = value[0]
+    return value
 
 
 def read_summaries(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
@@ -295,15 +338,34 @@ def read_rated(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[lis
     if len(rated) < 2 and unusable:
         raise unusable[0]
     made = [{"prompt": [dict(m) for m in prompt], **pair} for pair in pairs_from_scores(rated, pairs)]
-    return [*made, *unusable], {
-        name["answers"]
-    } if pairs == "all" else set()  # answers between the best and the worst stay in the metadata
+    # answers between the best and the worst stay in the metadata; of all pairs each has only what is its own
+    return [*made, *unusable], {name["answers"], name["scores"]} if pairs == "all" else set()
+
+
+def read_ranked(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
+    """A list of answers without scores, the best first, which says nothing of their distance."""
+    column = name["answers"]
+    if column is None or not isinstance(row[column], list):
+        raise BadRow("wrong_type", f"{column or 'answers'}: expected a list of answers, the best first")
+    scores = [-i for i in range(len(row[column]))]
+    rows, used = read_rated(row | {"_scores": scores}, name | {"scores": "_scores"}, columns, pairs)
+    return [pair if isinstance(pair, BadRow) else pair | {"margin": None} for pair in rows], used
+
+
+def read_grouped(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
+    """Rows of one answer each, brought together by `group_rows`: a pair keeps what its own two rows say."""
+    rated = list(zip(row["answers"], row["scores"], row["rows"]))
+    made = pairs_from_scores(rated, pairs)
+    for pair in made:
+        pair["prompt"] = [dict(m) for m in row["prompt"]]
+        pair["metadata"] = {"rows": list(pair["metadata"].values())}
+    return made, {"answers", "scores", "rows"}
 
 
 def read_thumbs(row: dict, name: dict, columns: Columns, pairs: str) -> tuple[list[dict], set]:
-    """As rated answers, but up and down have no distance."""
-    rows, used = read_rated(row, name, columns, pairs)
-    return [pair if isinstance(pair, BadRow) else pair | {"margin": None} for pair in rows], used
+    """As grouped rows, but up and down have no distance."""
+    rows, used = read_grouped(row, name, columns, pairs)
+    return [pair | {"margin": None} for pair in rows], used
 
 
 def read_logged(row: dict, name: dict, columns: Columns, pairs: str, score: str = "reward") -> tuple[list[dict], set]:
@@ -366,6 +428,8 @@ def read_prompts_row(row: dict, name: dict, columns: Columns, pairs: str) -> tup
         elif name["prompt"] == "problem":
             out["ground_truth"] = boxed(out["reference"])
     for key in ("reference", "ground_truth"):
+        if isinstance(out[key], float) and out[key].is_integer():
+            out[key] = int(out[key])  # tables write 42.0 for 42 where a cell of the column is null
         if isinstance(out[key], bytes):
             out[key] = as_text(out[key], key)
         elif out[key] is not None and not isinstance(out[key], str):
@@ -378,8 +442,9 @@ READERS = {
     Shape("preference", "two answers and a choice"): read_choice,
     Shape("preference", "two summaries and a choice"): read_summaries,
     Shape("preference", "rated answers"): read_rated,
-    Shape("preference", "rated rows"): read_rated,  # after group_rows
-    Shape("preference", "thumbs"): read_thumbs,  # after group_rows
+    Shape("preference", "ranked answers"): read_ranked,
+    Shape("preference", "rated rows"): read_grouped,
+    Shape("preference", "thumbs"): read_thumbs,
     Shape("trajectories", "logged answers"): read_logged,
     Shape("trajectories", "thumbs"): read_logged_thumb,
     Shape("prompts", "prompts"): read_prompts_row,

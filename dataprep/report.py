@@ -22,7 +22,7 @@ class Tally:
 
     def __init__(self, strict: bool, file):
         self.strict, self.file = strict, file
-        self.rows_in = self.candidates = self.longer_chosen = 0
+        self.rows_in = self.candidates = self.unused = self.longer_chosen = 0
         self.dropped: Counter[str] = Counter()
         self.shortened: Counter[str] = Counter()
         self.beside: Counter[str] = Counter()
@@ -50,6 +50,7 @@ class Tally:
         if chunk["role"] != "old":
             self.rows_in += chunk["rows"]
             self.candidates += chunk["candidates"]
+            self.unused += chunk["unused"]
             self.sources[chunk["source"]]["rows"] += chunk["rows"]
 
     def add_decisions(self, chunks: list[dict], d: Decisions, kind: str) -> None:
@@ -99,6 +100,8 @@ class Tally:
             "sources": self.sources,
             "tokens": {name: percentiles(h) for name, h in self.histograms.items() if h.sum()},
         }
+        if self.unused:
+            report["unused_rows"] = self.unused
         kept = sum(source["kept"] for source in self.sources.values())
         if kind == "preference" and kept:
             report["longer_answer_chosen"] = round(self.longer_chosen / kept, 4)
@@ -216,6 +219,8 @@ def print_summary(tally: Tally, report: dict, rows_out: dict[str, int]) -> None:
         if reason not in ASKED_FOR and n > tally.candidates / 5:
             way_out = "; --near_duplicates null keeps them" if reason == "near_duplicate" else ""
             print(f"  warning: {reason} takes {n} of {tally.candidates} rows; look at dropped.jsonl{way_out}")
+    if tally.unused:
+        print(f"  not used {tally.unused} further answers to a prompt; see --pairs")
     for part, n in tally.shortened.items():
         print(f"  shortened {n} {part}; the whole text is kept in the metadata")
     for key, n in tally.beside.items():

@@ -1,5 +1,7 @@
 """The shapes in which people keep preferences, prompts and logged answers, and how they are known by their columns."""
 
+import re
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -34,7 +36,7 @@ class Columns:
     choice_b: str | int | None = None
     """the value that means answer_b; rows with any other are ties"""
     answers: str | None = None
-    """a list of answers, as texts or as objects with a score"""
+    """a list of answers, as texts or as objects with a score; without scores the best stands first"""
     scores: str | None = None
     """their scores, as a list"""
     response: str | None = None
@@ -72,6 +74,8 @@ USUAL = {
         "input",
     ),
     "system": ("system", "system_prompt"),
+    "chosen": ("chosen", "response_j"),  # stack-exchange-paired
+    "rejected": ("rejected", "response_k"),
     "answers": ("responses", "completions", "answers", "summaries"),
     "scores": ("scores", "ratings"),
     "response": ("response", "completion", "output", "answer"),
@@ -80,7 +84,7 @@ USUAL = {
     "reference": ("reference", "solution"),
 }
 # Two answers, the column that says which is better, and how: index 0/1, flag 1 for the first, sign below 0 for the
-# first, name.
+# first, name, 1 or 2, scores of both, or a column of 0 and 1 for each.
 CHOICES = (
     ("response_0", "response_1", "better_response_id", "index"),  # PKU-SafeRLHF
     ("human_ref_A", "human_ref_B", "labels", "flag"),  # SHP
@@ -88,12 +92,17 @@ CHOICES = (
     ("response1", "response2", "overall_preference", "sign"),  # HelpSteer3
     ("conversation_a", "conversation_b", "winner", "name"),  # Chatbot Arena
     ("response_a", "response_b", "winner", "name"),
+    ("response_a", "response_b", "winner_model_a", "one-hot"),  # Arena 55k
+    ("answer_0", "answer_1", "score_0", "scores"),  # WebGPT
+    ("output_1", "output_2", "preference", "one or two"),  # AlpacaFarm
 )
+BESIDE = defaultdict(tuple, {"one-hot": ("winner_model_b",), "scores": ("score_1",)})  # columns that are needed too
 USES = {  # columns that a shape looks at
     "chosen and rejected": ("prompt", "system", "chosen", "rejected", "margin"),
     "two answers and a choice": ("prompt", "system", "answer_a", "answer_b", "choice", "choice_a", "choice_b"),
     "two summaries and a choice": ("answers",),
     "rated answers": ("prompt", "system", "answers", "scores"),
+    "ranked answers": ("prompt", "system", "answers"),
     "rated rows": ("prompt", "system", "response", "reward"),
     "thumbs": ("prompt", "system", "response", "label", "logprobs"),
     "logged answers": ("prompt", "system", "response", "reward", "logprobs"),
@@ -101,22 +110,15 @@ USES = {  # columns that a shape looks at
 }
 GROUPED = ("rated rows", "thumbs")  # one answer a row; for pairs the rows of a prompt are brought together
 PAIRED = [
-    Shape("preference", name) for name in ("rated answers", "rated rows", "thumbs")
+    Shape("preference", name) for name in ("rated answers", "ranked answers", "rated rows", "thumbs")
 ]  # where several pairs can be made of a prompt
 ANSWERS = {"preference": ("chosen", "rejected"), "trajectories": ("response",), "prompts": ()}
-ANSWER_COLUMNS = {
-    "chosen",
-    "rejected",
-    "responses",
-    "completions",
-    "response_a",
-    "response_b",
-    "response_0",
-    "response_1",
-    "response_2",
-    "winner",
-    "label",
-}
+ANSWER_COLUMN = re.compile(
+    r"chosen|rejected|responses|completions|winner\w*|label|preference|preferred|"
+    r"(best|better|worse|worst|good|bad|positive|negative)_?(response|answer|output|completion)|"
+    r"(response|answer|output|completion|generation|reply|summary)s?_?([0-9]|[a-d]|[jkwl])",
+    re.IGNORECASE,
+)
 SCORE_KEYS = ("score", "overall_score", "rating", "reward")
 
 
@@ -154,8 +156,10 @@ def find_choice(row: dict, columns: Columns) -> tuple[str, str, str, str] | None
             raise UserError("columns.answer_a, columns.answer_b and columns.choice belong together; name all three")
         if (columns.choice_a is None) != (columns.choice_b is None):
             raise UserError("columns.choice_a and columns.choice_b belong together; name both")
+        if mapped[2] == "winner_model_a" and "winner_model_b" in row:
+            return (*mapped, "one-hot")  # 0 may be a tie
         return (*mapped, "mapped" if columns.choice_a is not None else "name")
-    return next((layout for layout in CHOICES if all(c in row for c in layout[:3])), None)
+    return next((layout for layout in CHOICES if all(c in row for c in (*layout[:3], *BESIDE[layout[3]]))), None)
 
 
 RANK = ["preference", "trajectories", "prompts"]
@@ -193,6 +197,8 @@ def detect_shape(row, columns: Columns, kind: str | None = None) -> Shape:
         shapes.append(Shape("preference", "two summaries and a choice"))
     elif has["answers"] and (has["scores"] or rated_objects(row[has["answers"]])):
         shapes.append(Shape("preference", "rated answers"))
+    elif columns.answers and isinstance(row[columns.answers], list):
+        shapes.append(Shape("preference", "ranked answers"))
     elif has["prompt"] and has["response"]:
         logged = [Shape("trajectories", "logged answers"), Shape("preference", "rated rows")] if has["reward"] else []
         thumbs = (
@@ -203,7 +209,15 @@ def detect_shape(row, columns: Columns, kind: str | None = None) -> Shape:
         shapes += logged + thumbs if "reward" in row or columns.reward else thumbs + logged
     if has["prompt"]:
         shapes.append(Shape("prompts", "prompts"))
-    if kind is None and shapes and shapes[0].kind == "prompts" and (answers := sorted(ANSWER_COLUMNS & set(row))):
+    several = [c for c in USUAL["response"] + USUAL["answers"] if isinstance(row.get(c), list) and len(row[c]) > 1]
+    if kind is None and shapes and shapes[0].kind == "prompts" and several and not is_dialogue(row[several[0]]):
+        raise UserError(
+            f"{several[0]} is a list of answers without scores; if the best stands first, say "
+            f"--columns.answers {several[0]}, else name their scores with --columns.scores, "
+            "or say --kind prompts to use the prompt alone"
+        )
+    answers = sorted(str(c) for c in row if ANSWER_COLUMN.fullmatch(str(c)))
+    if kind is None and shapes and shapes[0].kind == "prompts" and answers:
         raise UserError(
             f"the columns {', '.join(answers)} look like answers, but the row makes neither a pair nor a trajectory; "
             "name its columns with --columns.*, or say --kind prompts to use the prompt alone"
@@ -216,6 +230,10 @@ def detect_shape(row, columns: Columns, kind: str | None = None) -> Shape:
             "name yours with --columns.prompt, --columns.chosen, --columns.rejected, ... (see --help)"
         )
     return fitting[0]
+
+
+def is_dialogue(value: list) -> bool:
+    return all(isinstance(v, dict) and ("role" in v or "from" in v) for v in value)
 
 
 def rated_objects(value) -> bool:

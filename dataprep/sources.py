@@ -12,11 +12,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from utils.config import UserError
+from utils.data import show
 from utils.rows import (
     CHUNK_BYTES,
     CHUNK_ROWS,
@@ -41,7 +42,9 @@ SIDECARS = (
     "coverage.jsonl",
     "coverage.json",
 )  # about data
-TEXT_TYPES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz", ".zst"))
+TEXT_TYPES = tuple(
+    kind + packed for kind in (".jsonl", ".ndjson", ".json", ".csv", ".tsv") for packed in ("", ".gz", ".zst")
+)
 ARROW_TYPES = (".arrow", ".feather")
 SUFFIXES = (*TEXT_TYPES, ".parquet", *ARROW_TYPES, *HDF5_TYPES)
 
@@ -59,6 +62,9 @@ class Chunk:
     share: float = 0.0
     """of the file's bytes, for the progress bar"""
 
+    def __post_init__(self):
+        self.file = as_label(self.file)
+
     def rows(self) -> Iterator[tuple[str, object]]:
         """Yield (place, row); a row that cannot be parsed comes as its BadRow."""
         if isinstance(self.data, list) and self.data and isinstance(self.data[0], bytes):
@@ -70,7 +76,7 @@ class Chunk:
         else:
             try:
                 rows = self.data.to_pylist()
-            except Exception:  # Arrow does not look into its texts and times before
+            except Exception:  # Arrow does not look into its times before
                 rows = [one_row(self.data.slice(i, 1)) for i in range(self.data.num_rows)]
             for number, row in enumerate(rows, self.first):
                 yield f"{self.file}:{number}", row
@@ -78,11 +84,18 @@ class Chunk:
 
 def one_row(table) -> "dict | BadRow":
     try:
+        with suppress(UnicodeError):
+            check_arrow(table)
         return table.to_pylist()[0]
     except UnicodeDecodeError as error:
         return BadRow("broken_row", f"not UTF-8 at byte {error.start + 1} of a text")
     except Exception as error:
         return BadRow("broken_row", first_line(error))
+
+
+def as_label(name: str) -> str:
+    """A file's name as text that can be written, whatever bytes it has."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)
@@ -115,14 +128,17 @@ def is_saved(source: str) -> bool:
     return any(os.path.isfile(f"{source}/{name}") for name in ("dataset_dict.json", "state.json"))
 
 
-SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")
+SPLIT_WORD = r"(train|test|validation|valid|val|dev|eval)"
+# test-00000.parquet, split=test/, or my_test.jsonl
+SPLIT_NAME = re.compile(rf"(?:split=)?{SPLIT_WORD}(?=[-_.]|$)|.*[-_.]{SPLIT_WORD}(?=\.|$|[-_]\d)")
 
 
 def source_files(source: str, split: str | None = None) -> tuple[list[str], list[str]]:
     """(files to read, files left out) of a file, folder or glob; none for a hub name or a set that `datasets` saved.
 
-    In a folder whose files are named by split (train-00000.parquet, test.jsonl, train/a.jsonl) only those of `split`
-    count (default: train). Raises UserError when there can be none.
+    In a folder whose files are named by split (train-00000.parquet, test.jsonl, split=train/a.jsonl) only those of
+    `split` count (default: train); where none is named train, the files that name no split are. Raises UserError when
+    there can be none.
     """
     path, left_out = Path(source), []
     if is_saved(source):
@@ -148,27 +164,30 @@ def source_files(source: str, split: str | None = None) -> tuple[list[str], list
         check_type(found[0])
         return found, []
     found = [f for f in found if Path(f).name not in SIDECARS]
-    files = [f for f in found if f.endswith(SUFFIXES)]
+    files = [f for f in found if f.lower().endswith(SUFFIXES)]
     if is_folder:
         splits = {f: split_name(Path(f).relative_to(path)) for f in files}
-        if len(set(splits.values()) - {None}) > 1:
-            files = [f for f in files if splits[f] == (split or "train")]
+        named, wanted = set(splits.values()), split or "train"
+        if len(named) > 1 and named != {None, "train"}:
+            wanted = None if wanted == "train" and "train" not in named else wanted
+            files = [f for f in files if splits[f] == wanted]
             left_out = [f for f in splits if f not in files]
     if not files:
         raise UserError(
             f"source {source} has no {', '.join(SUFFIXES)} files"
             + (f" of the split {split or 'train'}" if left_out else "")
         )
-    return files, left_out + [f for f in found if not f.endswith((*SUFFIXES, ".html", ".yaml", ".md"))]
+    return files, left_out + [f for f in found if not f.lower().endswith((*SUFFIXES, ".html", ".yaml", ".md"))]
 
 
 def split_name(file: Path) -> str | None:
     """The split in a file's name, or in the name of a folder that it lies in, the outermost first."""
-    return next((match[1] for part in file.parts if (match := SPLIT_NAME.match(part.lower()))), None)
+    matches = (match for part in file.parts if (match := SPLIT_NAME.match(part.lower())))
+    return next((match[1] or match[2] for match in matches), None)
 
 
 def check_type(file: str) -> None:
-    if not file.endswith(SUFFIXES):
+    if not file.lower().endswith(SUFFIXES):
         raise UserError(f"{file}: unknown file type; known are {', '.join(SUFFIXES)}")
 
 
@@ -179,7 +198,8 @@ def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
         return
     files, left_out = source_files(source, hub.split)
     if left_out:
-        print(f"{source}: {len(left_out)} files are not read, such as {left_out[0]}", flush=True)
+        more = "; held-out ones can be given as eval_source" if left_out[0].lower().endswith(SUFFIXES) else ""
+        print(show(f"{source}: {len(left_out)} files are not read, such as {left_out[0]}{more}"), flush=True)
     for file in files:
         yield from read_file(file)
     if not files:
@@ -189,9 +209,9 @@ def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
 def read_file(file: str) -> Iterator[Chunk]:
     """Chunks of one local file."""
     check_type(file)
-    if file.endswith((".parquet", *ARROW_TYPES)):
+    if file.lower().endswith((".parquet", *ARROW_TYPES)):
         yield from read_arrow(file)
-    elif file.endswith(HDF5_TYPES):
+    elif file.lower().endswith(HDF5_TYPES):
         yield from read_hdf5(file)
     else:
         yield from read_text(file)
@@ -202,18 +222,21 @@ def read_file(file: str) -> Iterator[Chunk]:
 
 def read_text(file: str) -> Iterator[Chunk]:
     size = max(1, Path(file).stat().st_size)
-    kind = file.removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[1]
+    kind = file.lower().removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[1]
     done = 0
     try:
         with open(file, "rb") as raw:
             stream = unpacked(file, raw)
-            start = stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+            if stream.peek(3)[:3] == b"\xef\xbb\xbf":
+                stream.read(3)
             if kind in ("csv", "tsv"):
                 chunks = csv_chunks(file, stream, "\t" if kind == "tsv" else ",")
-            elif start == b"[":
-                chunks = array_chunks(file, stream)
             else:
-                chunks = line_chunks(file, stream, kind == "json")
+                first = 1 + skip_blank(stream)
+                is_array = stream.peek(64)[:64].lstrip()[:1] == b"["
+                chunks = (
+                    array_chunks(file, stream, first) if is_array else line_chunks(file, stream, first, kind == "json")
+                )
             for chunk in chunks:
                 position = raw.tell()
                 chunk.share, done = (position - done) / size, position
@@ -224,7 +247,7 @@ def read_text(file: str) -> Iterator[Chunk]:
 
 def unpacked(file: str, raw) -> io.BufferedReader:
     """A stream of the file's text bytes; `raw` itself where nothing is packed."""
-    codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(file).suffix)
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(file).suffix.lower())
     if codec is None:
         return raw
     import pyarrow as pa
@@ -232,21 +255,34 @@ def unpacked(file: str, raw) -> io.BufferedReader:
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), codec), 1 << 20)
 
 
-def line_chunks(file: str, stream, whole_allowed: bool) -> Iterator[Chunk]:
+def skip_blank(stream) -> int:
+    """Pass over blank lines, a buffer at a time: a small packed file can hold a thousand million. Returns how many."""
+    lines = 0
+    while block := stream.peek(1):
+        blank = block[: len(block) - len(block.lstrip())]
+        end = blank.rfind(b"\n") + 1
+        if not end:
+            break
+        lines += stream.read(end).count(b"\n")
+    return lines
+
+
+def line_chunks(file: str, stream, number: int, whole_allowed: bool) -> Iterator[Chunk]:
     """Lines end at \\n alone, so that U+2028 inside a text does not split a row.
 
     whole_allowed: a .json file may also be one object over several lines, which holds the rows in a list.
     """
-    number = 1
+    start = True
     while True:
         lines, size = [], 0
+        number += skip_blank(stream)
         while len(lines) < CHUNK_ROWS and size < CHUNK_BYTES and (line := stream.readline()):
             lines.append(line)
             size += len(line)
         if not lines:
             return
-        if number == 1:
-            lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
+        if start:
+            start = False
             first = next((line.strip() for line in lines if line.strip()), b"")
             alone = (
                 whole_allowed
@@ -310,11 +346,11 @@ def load_whole(file: str, data: bytes):
         raise UserError(f"{file}: {error}") from None
 
 
-def array_chunks(file: str, stream) -> Iterator[Chunk]:
+def array_chunks(file: str, stream, lines: int = 1) -> Iterator[Chunk]:
     """Elements of a JSON array, one chunk of text in memory at a time; after an error nothing can be trusted."""
     decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    buffer, end, lines, number, rows, size = "", False, 1, 1, [], 0
+    text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+    buffer, end, number, rows, size = "", False, 1, [], 0
     position, inside, comma = 0, False, False
 
     def fail(message: str):
@@ -370,48 +406,75 @@ def array_chunks(file: str, stream) -> Iterator[Chunk]:
         yield Chunk(file, number, rows)
 
 
+ESCAPED = re.compile(r'\\(["\\])')
+
+
 def csv_chunks(file: str, stream, delimiter: str) -> Iterator[Chunk]:
-    """Rows by the names in the first line; an empty cell is null. Cells may hold line breaks inside quotes."""
+    """Rows by the names in the first line; an empty cell is null. Cells may hold line breaks inside quotes.
+
+    A quote inside a cell is written twice, or with a backslash before it: a file that has such is read both ways
+    once, and the way with fewer broken rows counts.
+    """
     csv.field_size_limit(sys.maxsize)
-    text = io.TextIOWrapper(
-        stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
-    )  # bad bytes are found later, by row
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
-    header = next(reader, None) or []
+    escaped, broken = False, []
+    with open(file, "rb") as raw:
+        if any(b'\\"' in line for line in unpacked(file, raw)):
+            for way in (False, True):
+                with open(file, "rb") as again:
+                    rows = csv_rows(file, unpacked(file, again), delimiter, way)
+                    broken.append(sum(isinstance(row, BadRow) for _, row in rows))
+            escaped = broken[1] < broken[0]
+    part, size, first = [], 0, 1
+    for place, row in csv_rows(file, stream, delimiter, escaped):
+        part.append((place, row))
+        size += sum(len(cell or "") for cell in row.values()) if isinstance(row, dict) else 0
+        if len(part) == CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield Chunk(file, first, part)
+            part, size, first = [], 0, first + len(part)
+    if part:
+        yield Chunk(file, first, part)
+
+
+def csv_rows(file: str, stream, delimiter: str, escaped: bool) -> Iterator[tuple[str, TextRow | BadRow]]:
+    """(line, row) of each record. Every line of a record whose quotes are wrong is a broken row, and so are the lines
+    after it until three whole records follow each other, for until then they may be the inside of a cell."""
+    text = lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    if escaped:
+        lines = (ESCAPED.sub(lambda match: match[1].replace('"', '""'), line) for line in text)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    names = column_names(file, next(reader, None) or [])
+    wrong, doubtful = "", []
+    while True:
+        start, cells = reader.line_num + 1, None
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            wrong = f"{error} (lines {start} to {reader.line_num})"
+        if cells is None or wrong and cells and len(cells) != len(names):
+            lost = range(doubtful[0][0] if doubtful else start, reader.line_num + 1)
+            yield from ((str(line), BadRow("broken_row", wrong)) for line in lost)
+            doubtful = []
+            if cells is None and reader.line_num < start:
+                text.detach()  # else it closes the file, whose position is still asked for
+                return
+        elif len(cells) == len(names):
+            doubtful.append((start, TextRow({n: cell if cell != "" else None for n, cell in zip(names, cells)})))
+            if not wrong or len(doubtful) == 3:
+                yield from ((str(line), row) for line, row in doubtful)
+                wrong, doubtful = "", []
+        elif cells:
+            detail = f"expected {len(names)} cells, found {len(cells)} (lines {start} to {reader.line_num})"
+            yield str(start), BadRow("broken_row", detail)
+
+
+def column_names(file: str, header: list[str]) -> list[str]:
     index = "Unnamed: 0"  # what pandas calls the index that it wrote without a name
     while index in header:
         index += ".1"
     names = [index, *header[1:]] if len(header) > 1 and not header[0].strip() else header
     if not names or any(not name.strip() for name in names) or len(set(names)) < len(names):
         raise UserError(f"{file}:1: expected one different name for each column in the first line, found {header}")
-
-    def rows():
-        while True:
-            start = reader.line_num + 1
-            try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                yield f"{start}", BadRow("broken_row", f"{error} (lines {start} to {reader.line_num})")
-                continue
-            if cells is None:
-                return
-            if not cells:
-                continue
-            if len(cells) != len(names):
-                yield (
-                    f"{start}",
-                    BadRow(
-                        "broken_row",
-                        f"expected {len(names)} cells, found {len(cells)} (lines {start} to {reader.line_num})",
-                    ),
-                )
-                continue
-            yield f"{start}", TextRow({name: cell if cell != "" else None for name, cell in zip(names, cells)})
-
-    every, first = rows(), 1
-    while part := list(islice(every, CHUNK_ROWS)):
-        yield Chunk(file, first, part)
-        first += len(part)
+    return names
 
 
 # ---------------------------------------------------------------------------------------------- binary files
@@ -427,7 +490,9 @@ def read_arrow(file: str) -> Iterator[Chunk]:
         if file.endswith(".parquet"):
             parquet = pyarrow.parquet.ParquetFile(file)
             check_names(file, parquet.schema_arrow.names)
-            total, batches = parquet.metadata.num_rows, parquet.iter_batches(CHUNK_ROWS)
+            total, groups = parquet.metadata.num_rows, map(parquet.metadata.row_group, range(parquet.num_row_groups))
+            n = min((rows_at_once(group.total_byte_size, group.num_rows) for group in groups), default=CHUNK_ROWS)
+            batches = parquet.iter_batches(n)
         else:
             with open(file, "rb") as stream:
                 is_file = stream.read(6) == b"ARROW1"
@@ -439,13 +504,43 @@ def read_arrow(file: str) -> Iterator[Chunk]:
             check_names(file, reader.schema.names)
             total = 0
         for batch in batches:
-            for start in range(0, batch.num_rows, CHUNK_ROWS):
-                part = batch.slice(start, CHUNK_ROWS)
-                yield Chunk(file, first, part, part.num_rows / total if total else 0.0)
-                first += part.num_rows
+            yield from arrow_chunks(file, first, batch, total)
+            first += batch.num_rows
     except (OSError, pa.ArrowException) as error:
         kind = "Parquet" if file.endswith(".parquet") else "Arrow"
         raise UserError(f"{file}: not a readable {kind} file ({' '.join(str(error).split())})") from None
+
+
+def rows_at_once(size: int, rows: int) -> int:
+    """Rows of a chunk, by the bytes that so many rows have."""
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES * rows // max(1, size)))
+
+
+def check_arrow(table) -> None:
+    """Raise an error for a damaged offset, which Arrow itself would follow anywhere, and UnicodeError for a text."""
+    import pyarrow as pa
+
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise UnicodeError(str(error)) if "UTF8" in str(error) else error from None
+
+
+def arrow_chunks(name: str, first: int, table, total: int) -> Iterator[Chunk]:
+    """Chunks of a table or a batch, whose first row is the `first` of `total`."""
+    import pyarrow as pa
+
+    n = rows_at_once(table.nbytes, table.num_rows)
+    for start in range(0, table.num_rows, n):
+        part = table.slice(start, n)
+        place, share = first + start, part.num_rows / total if total else 0.0
+        try:
+            check_arrow(part)
+            # of a batch's slice a worker would get the whole batch, of a table's only the slice
+            yield Chunk(name, place, pa.table(part) if isinstance(part, pa.RecordBatch) else part, share)
+        except (UnicodeError, pa.ArrowException):
+            rows = [(str(place + i), one_row(part.slice(i, 1))) for i in range(part.num_rows)]
+            yield Chunk(name, place, rows, share)
 
 
 def check_names(file: str, names: list[str]) -> None:
@@ -510,7 +605,7 @@ def table_chunks(name: str, rows) -> Iterator[Chunk]:
     total = getattr(rows, "num_rows", 0)
     first = 1
     for table in rows.with_format("arrow").iter(CHUNK_ROWS):
-        yield Chunk(name, first, table, table.num_rows / total if total else 0.0)
+        yield from arrow_chunks(name, first, table, total)
         first += table.num_rows
 
 

@@ -14,7 +14,7 @@ from utils.config import UserError
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files can be any bytes
     os.replace(temporary, path)
 
 

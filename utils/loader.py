@@ -12,10 +12,12 @@ import contextlib
 import json
 import math
 import queue
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ REQUIRED = {
     "trajectories": ("prompt", "response", "reward"),
     "prompts": ("prompt",),
 }
+LARGE_GROUP = 10 * CHUNK_ROWS
 DROPS = "run prepare_data.py on the file, which drops such rows"
 
 
@@ -44,7 +47,7 @@ class Block:
     """row of the file (line of a .jsonl), from 1"""
     rows: int
     part: tuple[int, int] | int | str
-    """first byte and length in a .jsonl; row group of Parquet; group of HDF5"""
+    """first byte and length in a .jsonl; row group of Parquet, or a large one and the batch in it; group of HDF5"""
 
 
 class Batches:
@@ -205,18 +208,22 @@ class Batches:
 
 def find_blocks(file: str) -> Iterator[Block]:
     """The blocks of one file, without reading its rows; a .jsonl is read once, for its line ends."""
-    if not file.endswith((".jsonl", ".parquet", *HDF5_TYPES)):
+    if not file.lower().endswith((".jsonl", ".ndjson", ".parquet", *HDF5_TYPES)):
         raise UserError(
             f"{file}: rows are read from .jsonl, .parquet, {' and '.join(HDF5_TYPES)}; run prepare_data.py on it first"
         )
     with readable(file):
-        if file.endswith(".parquet"):
+        if file.lower().endswith(".parquet"):
             metadata, first = pyarrow.parquet.read_metadata(file), 1
             for group in range(metadata.num_row_groups):
                 rows = metadata.row_group(group).num_rows
-                yield Block(file, first, rows, group)
+                if rows <= LARGE_GROUP:
+                    yield Block(file, first, rows, group)
+                else:
+                    for i, start in enumerate(range(0, rows, CHUNK_ROWS)):
+                        yield Block(file, first + start, min(CHUNK_ROWS, rows - start), (group, i))
                 first += rows
-        elif file.endswith(HDF5_TYPES):
+        elif file.lower().endswith(HDF5_TYPES):
             for group, length in hdf5_tables(file):
                 for start in range(0, length, CHUNK_ROWS):
                     yield Block(file, start + 1, min(CHUNK_ROWS, length - start), group)
@@ -236,16 +243,17 @@ def find_blocks(file: str) -> Iterator[Block]:
 def read_block(block: Block, wanted: np.ndarray) -> Iterator[tuple[str, object]]:
     """(place, raw row) of rows of a block, numbered from 0 in it, in the order wanted; broken ones as BadRow."""
     file, part = block.file, block.part
-    known = {name for columns in COLUMNS.values() for name in columns}
     with readable(file):
-        if file.endswith(".parquet"):
-            with pyarrow.parquet.ParquetFile(file) as parquet:
-                own = [name for name in parquet.schema_arrow.names if name in known]
-                table = parquet.read_row_group(part, columns=own or None).take(wanted)
+        if file.lower().endswith(".parquet"):
+            if isinstance(part, tuple):
+                table = in_slices(file, part[0]).get_batch(part[1]).take(pa.array(wanted))
+            else:
+                with pyarrow.parquet.ParquetFile(file) as parquet:
+                    table = parquet.read_row_group(part, columns=own_columns(parquet)).take(wanted)
             for start in range(0, len(wanted), 100):  # an Arrow table is smaller than its objects
                 for i, row in enumerate(table.slice(start, 100).to_pylist(), start):
                     yield f"{file}:{block.first + wanted[i]}", row
-        elif file.endswith(HDF5_TYPES):
+        elif file.lower().endswith(HDF5_TYPES):
             rows, start = read_hdf5_rows(file, part, block.first - 1, block.first - 1 + block.rows), block.first - 1
             for i in wanted:
                 place = f"row {start + i + 1}" if part == "/" else f"{part.strip('/')}[{start + i}]"
@@ -257,6 +265,26 @@ def read_block(block: Block, wanted: np.ndarray) -> Iterator[tuple[str, object]]
             lines = [(number, line) for number, line in enumerate(lines, block.first) if line.strip()]
             for number, line in [lines[i] for i in wanted]:
                 yield next(parse_line(file, number, line), (f"{file}:{number}", BadRow("broken_row", "no JSON")))
+
+
+def own_columns(parquet) -> list[str] | None:
+    known = {name for columns in COLUMNS.values() for name in columns}
+    return [name for name in parquet.schema_arrow.names if name in known] or None
+
+
+@lru_cache(64)
+def in_slices(file: str, group: int):
+    """A large row group as a temporary Arrow file with a batch for each CHUNK_ROWS rows: Parquet can be read only from
+    a group's start. The file has no name, and is gone with the process."""
+    with pyarrow.parquet.ParquetFile(file) as parquet, tempfile.NamedTemporaryFile(suffix=".arrow") as copy:
+        batches = parquet.iter_batches(CHUNK_ROWS, row_groups=[group], columns=own_columns(parquet))
+        first = next(batches)
+        fields = [f.with_type(f.type.value_type) if pa.types.is_dictionary(f.type) else f for f in first.schema]
+        with pa.ipc.new_file(copy, pa.schema(fields)) as writer:
+            for batch in chain([first], batches):
+                writer.write_batch(batch.cast(pa.schema(fields)))
+        copy.flush()
+        return pa.ipc.open_file(pa.memory_map(copy.name))
 
 
 @contextlib.contextmanager
@@ -274,7 +302,7 @@ def own_row(row, kind: str, place: str) -> dict:
         raise UserError(f"{place}: {row.reason} ({row.detail}); {DROPS}")
     if not isinstance(row, dict):
         raise UserError(f"{place}: expected an object with named columns, found {type(row).__name__}; {DROPS}")
-    lists = {"prompt": "[{", "logprobs": "["} if isinstance(row, TextRow) else {}  # which stand there as JSON
+    lists = {"prompt": "[{"} | ({"logprobs": "["} if isinstance(row, TextRow) else {})  # may stand there as JSON
     out = {}
     for name in COLUMNS[kind]:
         value = row.get(name)
@@ -302,7 +330,7 @@ def is_text(value) -> bool:
 
 
 def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def is_numbers(value) -> bool:

@@ -18,6 +18,15 @@ class BadRow(Exception):
         self.reason, self.detail = reason, detail
 
 
+def bad_row(error: Exception) -> BadRow:
+    """What went wrong while one row was read, whatever it is; what no row is to blame for is raised again."""
+    if isinstance(error, (UserError, MemoryError)):
+        raise error
+    if isinstance(error, BadRow):
+        return error
+    return BadRow("broken_row", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
 class TextRow(dict):
     """A row of a format without nesting (CSV, HDF5): numbers, lists and messages may stand in it as text."""
 
@@ -87,17 +96,27 @@ def read_hdf5_rows(file: str, group: str, start: int, stop: int) -> list[TextRow
     with h5py.File(file, "r") as opened:
         for name, item in opened[group].items():
             if isinstance(item, h5py.Dataset) and item.shape:
-                values = item[start:stop]
-                if values.dtype.names:  # a compound type: a table of its own
-                    columns |= {field: [plain(v) for v in values[field]] for field in values.dtype.names}
+                if item.dtype.names:  # a compound type: a table of its own
+                    columns |= {field: cells_of(item.fields(field), start, stop) for field in item.dtype.names}
                 else:
-                    columns[name] = [plain(v) for v in values]
+                    columns[name] = cells_of(item, start, stop)
     rows: list[TextRow | BadRow] = []
     for cells in zip(*columns.values()):
         bad = next((name for name, cell in zip(columns, cells) if isinstance(cell, BadRow)), None)
         row = dict(zip(columns, cells))
         rows.append(TextRow(row) if bad is None else BadRow(row[bad].reason, f"{bad}: {row[bad].detail}"))
     return rows
+
+
+def cells_of(item, start: int, stop: int) -> list:
+    """Elements [start, stop) of a dataset; those of a damaged chunk come as BadRow, which halving finds."""
+    try:
+        return [plain(v) for v in item[start:stop]]
+    except OSError as error:
+        if stop - start == 1:
+            return [bad_row(error)]
+        middle = (start + stop) // 2
+        return cells_of(item, start, middle) + cells_of(item, middle, stop)
 
 
 def plain(value):
