@@ -451,7 +451,7 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
     model = RoleModel(loaded, roles, dtype)
     model.score_head = score_head
     if value_head is not None:  # of a reward model: values in the unit of the normalised scores
-        mean, std = models.score_scale(cfg.critic.path)
+        mean, std = models.score_scale(cfg.critic.path, models.load_tokenizer(cfg.model.path))
         model.value_head.weight.data.copy_(value_head.weight / std)
         bias = 0.0 if value_head.bias is None else value_head.bias.item()
         model.value_head.bias.data.fill_((bias - mean) / std)
@@ -605,7 +605,7 @@ def start(cfg: PPOConfig) -> Run:
         roles = build_roles(cfg, accelerator.device, launch.load_device(accelerator))
     policy, limits = roles.lm("policy"), (cfg.max_prompt_length, cfg.max_response_length)
     prompts = encode_prompts(tokenizer, rows, *limits, models.max_positions(policy))
-    scorer = build_scorer(cfg, roles, tokenizer, accelerator.device)
+    scorer = build_scorer(cfg, roles, tokenizer, accelerator)
     held_out = load_prompts(cfg.data, "test")[: cfg.eval_prompts] if cfg.eval_every else []
     encode_prompts(tokenizer, held_out, *limits, models.max_positions(policy))
     if accelerator.is_main_process:
@@ -703,9 +703,9 @@ def respond(run: Run, rows: list[int], prompts: list[list[int]], temperature: fl
 # --------------------------------------------------------------------------------------------------- 2 score
 
 
-def build_scorer(cfg: PPOConfig, roles: RoleModel, tokenizer, device: torch.device) -> Scorer:
+def build_scorer(cfg: PPOConfig, roles: RoleModel, tokenizer, accelerator) -> Scorer:
     """The reward as f(prompts, responses, columns) -> scores; a reward model's are shifted and scaled to its stats."""
-    reward = None
+    reward, device = None, accelerator.device
     if cfg.reward_model.style == "model":
 
         def forward(ids: Tensor, mask: Tensor) -> Tensor:
@@ -715,6 +715,7 @@ def build_scorer(cfg: PPOConfig, roles: RoleModel, tokenizer, device: torch.devi
         own = tokenizer if roles.roles["reward"][0] == "backbone" else None
         positions = models.max_positions(roles.lm("reward"))
         reward = open_reward_model(cfg.reward_model.path, device, forward=forward, positions=positions, tokenizer=own)
+        reward = dataclasses.replace(reward, synced=launch.is_zero3(accelerator))
     return open_scorer(cfg.reward_model, cfg.log_prob_micro_batch_size_per_gpu, device, reward=reward, scaled=True)
 
 

@@ -1,5 +1,6 @@
 """Stage 4: its numbers by hand, its KL against a loop over the vocabulary, a whole run with given answers."""
 
+import functools
 import json
 import math
 
@@ -19,6 +20,7 @@ from evaluate import (
     exact_kl,
     html_report,
     kl_per_token,
+    paired_share_interval,
     training_curves,
     wins,
 )
@@ -64,9 +66,84 @@ def test_a_comparison_by_hand():
         "baseline": 0.66667,
         "policy": 0.33333,
         "difference": -0.33333,
-        "ci95": [-1.0, 0.0],  # of -1, 0, 0: P(-1) = 3.7%
+        "ci95": [-0.79234, 0.41533],  # none up and one down of 3 pairs, each 0 or 1
         "n": 3,
     }
+
+
+def score_statistic(up: int, down: int, n: int, difference: float) -> float:
+    """Tango's statistic, with the rate of downs that makes the counts most likely found by search."""
+    rates = [max(0.0, -difference) + i / 20_000 for i in range(20_001)]
+    rates = [rate for rate in rates if rate + difference >= 0 and 2 * rate + difference <= 1]
+
+    def likelihood(rate):
+        cells = zip((up, down, n - up - down), (rate + difference, rate, 1 - 2 * rate - difference))
+        return sum(count * math.log(max(p, 1e-300)) for count, p in cells if count)
+
+    rate = max(rates, key=likelihood)
+    return (up - down - n * difference) / math.sqrt(n * (2 * rate + difference - difference**2))
+
+
+@pytest.mark.parametrize(
+    "up, down, n, interval",
+    [
+        (1, 7, 21, [-0.517, -0.026]),  # airway hyper-responsiveness (Bentur et al. 2009), as textbooks give it
+        (0, 0, 64, [-0.0566, 0.0566]),  # z^2 / (n + z^2): nothing seen in 64 does not say that nothing happens
+        (0, 0, 46, [-0.0771, 0.0771]),
+        (0, 0, 1, [-0.7935, 0.7935]),
+        (64, 0, 64, [0.8868, 1.0]),
+        (0, 64, 64, [-1.0, -0.8868]),
+    ],
+)
+def test_the_interval_of_a_share_by_the_book(up, down, n, interval):
+    low, high = paired_share_interval(up, down, n)
+    assert [low, high] == pytest.approx(interval, abs=6e-4 if n == 21 else 6e-5)
+    assert paired_share_interval(down, up, n) == pytest.approx([-high, -low])
+
+
+@pytest.mark.parametrize("up, down, n", [(1, 7, 21), (3, 0, 46), (40, 20, 160), (5, 5, 10), (2, 9, 30)])
+def test_the_ends_of_a_shares_interval_are_where_the_score_statistic_is_1_96(up, down, n):
+    low, high = paired_share_interval(up, down, n)
+    assert score_statistic(up, down, n, low) == pytest.approx(1.96, abs=0.005)
+    assert score_statistic(up, down, n, high) == pytest.approx(-1.96, abs=0.005)
+
+
+@pytest.mark.parametrize("n", [20, 46, 200])
+@pytest.mark.parametrize("up, down", [(0.02, 0.0), (0.02, 0.02), (0.1, 0.05), (0.3, 0.2)])
+def test_rare_events_are_covered(n, up, down):
+    import numpy
+
+    ends = functools.cache(paired_share_interval)
+    draws = numpy.random.default_rng(0).multinomial(n, [up, down, 1 - up - down], 3000).tolist()
+    covered = sum(ends(a, b, n)[0] <= up - down <= ends(a, b, n)[1] for a, b, _ in draws) / len(draws)
+    assert covered > 0.925  # the bootstrap: 0.58 at 46 pairs and 2%
+
+
+@pytest.mark.parametrize(
+    "baseline, policy, interval",
+    [
+        ([0.0] * 64, [0.0] * 64, [-0.05662, 0.05662]),
+        ([1.0] * 64, [1.0] * 64, [-0.05662, 0.05662]),
+        ([False] * 64, [False] * 64, [-0.05662, 0.05662]),  # cut off or not
+        ([-1.0] * 64, [-1.0] * 64, [-0.11325, 0.11325]),  # a reward of 1 or -1: twice the share
+        ([0.5] * 64, [0.5] * 64, [-0.02831, 0.02831]),  # all ties: half the share
+        ([1.0] + [0.0] * 20, [0.0] + [1.0] * 7 + [0.0] * 13, [0.026, 0.51723]),
+        ([0.25] * 64, [0.25] * 64, [0.0, 0.0]),  # no share: equal scores
+        ([0.0] * 3, [0.5, 1.0, 1.0], [0.5, 1.0]),  # part of a point is no share either
+    ],
+)
+def test_shares_have_a_shares_interval(baseline, policy, interval):
+    assert compare(baseline, policy, 0)["ci95"] == interval
+
+
+def test_the_bootstrap_needs_no_more_memory_for_more_prompts():
+    import tracemalloc
+
+    tracemalloc.start()
+    low, high = bootstrap_interval([i % 7 for i in range(20_000)], 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40e6 and 2.95 < low < 2.99 < 3.01 < high < 3.05  # 3 +- 1.96 * 2 / sqrt(20,000)
 
 
 def test_a_win_a_loss_and_a_tie():
@@ -236,7 +313,7 @@ def test_every_number_of_a_report(world, tiny, given, pair, capsys):
     }
     # of 2, -1, 1, 2: P(mean -1) = 1/256 and P(mean <= -1/2) = 5/256, P(mean <= 0) > 3%; P(mean 2) = 1/16
     assert comparison["gold_score"]["ci95"] == [-0.25, 2.0]
-    assert comparison["win_rate"]["ci95"] == [-0.25, 0.5]  # of 1/2, -1/2, 1/2, 1/2: P(-1/2) = 1/256, P(<= -1/4) = 5%
+    assert comparison["win_rate"]["ci95"] == [-0.19936, 0.45441]  # half of 3 up and 1 down in 4
 
     samples = report["samples"]
     assert [s["prompt"] for s in samples] == ["q0", "q1", "q2", "q3"]
@@ -257,7 +334,7 @@ def test_every_number_of_a_report(world, tiny, given, pair, capsys):
     for line in (
         "<td>gold score</td><td>1.500</td><td>2.500</td><td>+1.000</td><td>[-0.250, +2.000]</td>",
         "<td>reward score</td><td>-5.500</td><td>-8.250</td><td>-2.750</td>",
-        "<td>win rate</td><td>0.500</td><td>0.750</td><td>+0.250</td><td>[-0.250, +0.500]</td>",
+        "<td>win rate</td><td>0.500</td><td>0.750</td><td>+0.250</td><td>[-0.199, +0.454]</td>",
         "<td>gsm8k</td><td>0.500</td><td>0.750</td><td>+0.250</td>",
         "<td>cut off (share)</td><td>0.250</td><td>0.500</td><td>+0.250</td>",
         "4 held-out prompts, temperature 0.0; win rate judged by gold_score",
@@ -295,7 +372,7 @@ def test_max_prompts_takes_the_first(world, tiny, given, tmp_path):
     assert means(report)["gold_score"] == (0.5, 1.0, 0.5)
 
 
-def test_a_reward_models_scores_are_raw_and_of_the_text(world, tiny, given, tmp_path):
+def test_a_reward_models_scores_are_of_the_text_and_in_the_unit_of_training(world, tiny, given, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     report = evaluate(
@@ -311,7 +388,7 @@ def test_a_reward_models_scores_are_raw_and_of_the_text(world, tiny, given, tmp_
             ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
             with torch.no_grad():
                 wanted = plain.score(plain.model(ids).last_hidden_state[0, -1]).item()
-            assert sample[side]["reward_score"] == pytest.approx(wanted, abs=1e-4)
+            assert sample[side]["reward_score"] == pytest.approx((wanted - 7.0) / 3.0, abs=1e-4)
 
 
 def test_a_reward_model_of_another_template_is_refused(world, tiny, given, tmp_path):
@@ -383,7 +460,10 @@ def test_a_model_is_as_good_as_itself(world, tiny, tmp_path):
         )
     )
     assert all(s["policy"]["response"] == s["baseline"]["response"] != "" for s in report["samples"])  # one seed
-    assert all(c["difference"] == 0 and c["ci95"] == [0, 0] for c in report["comparison"].values())
+    comparison = report["comparison"]
+    assert all(c["difference"] == 0 for c in comparison.values())
+    shares = {"truncated": [-0.4899, 0.4899], "win_rate": [-0.24495, 0.24495]}  # z^2 / (4 + z^2), and half of it
+    assert {name: c["ci95"] for name, c in comparison.items()} == dict.fromkeys(comparison, [0, 0]) | shares
     assert report["comparison"]["win_rate"]["policy"] == 0.5 and report["comparison"]["kl_per_token"]["policy"] == 0
 
 

@@ -1,10 +1,12 @@
 """Reading what prepare_data.py wrote, and the functions that turn a dialogue into token ids: all stages use these."""
 
+import datetime
 import json
 from pathlib import Path
 
 from utils.config import UserError
 
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26)  # else one text would have other ids, and another score, every day
 COLUMNS = {
     "preference": ("id", "source", "prompt", "chosen", "rejected", "margin", "metadata"),
     "prompts": ("id", "source", "prompt", "ground_truth", "reference", "metadata"),
@@ -15,9 +17,12 @@ COLUMNS = {
 def encode_dialogues(tokenizer, dialogues: list[list[dict]]) -> list[list[int]]:
     """Ids of each dialogue: chat template with the assistant's header, and exactly one bos for models that have one.
 
-    Neighbouring texts never meet inside a token: a response is encoded apart from its prompt, everywhere.
+    Neighbouring texts never meet inside a token: a response is encoded apart from its prompt, everywhere. A template
+    that prints the date always gets one and the same.
     """
-    texts = tokenizer.apply_chat_template(dialogues, tokenize=False, add_generation_prompt=True)
+    texts = tokenizer.apply_chat_template(
+        dialogues, tokenize=False, add_generation_prompt=True, strftime_now=TEMPLATE_DATE.strftime
+    )
     rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
     bos = tokenizer.bos_token_id
     if bos is not None and tokenizer("x").input_ids[:1] == [bos]:
