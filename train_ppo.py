@@ -42,7 +42,7 @@ from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.files import replacing, write_text
 from utils.guards import GO_ON, GuardConfig, Guards, Verdict
 from utils.models import RoleModel
-from utils.report import curves_svg, page
+from utils.report import curves_svg, first_and_last, folded, page, table
 from utils.rewards import RewardConfig, Scorer, check_ground_truth, check_reward_config, open_reward_model, open_scorer
 from utils.rollout import Sampling, generate
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
@@ -547,6 +547,8 @@ class Run:
     metrics: Metrics | None = None
     total_steps: int = 0
     base_lr: dict[str, float] = field(default_factory=dict)  # of the optimizer's groups, before roll-backs
+    rollouts: list[Rollout] = field(default_factory=list)  # of the last step, all ranks'
+    reported: float = 0.0  # when report.html was written last
 
     @property
     def folder(self) -> Path:
@@ -1039,14 +1041,34 @@ PLOTS = """\
 objective/score_mean; objective/reward_mean; objective/kl_per_token; objective/kl_coef
 rollout/response_length_mean; objective/entropy; rollout/truncated_fraction rollout/distinct_2; eval/score_mean
 policy/loss policy/kl_loss; critic/loss; policy/approx_kl policy/clip_fraction; critic/explained_variance
-policy/grad_norm critic/grad_norm"""  # the panels of report.html, four a line
+policy/grad_norm critic/grad_norm"""  # the pictures of report.html
+SHOWN = 8  # rollouts in it
 
 
-def write_report(run: Run) -> None:
-    """`report.html`: the curves of the run so far."""
-    if run.is_main:
-        panels = [tuple(panel.split()) for line in PLOTS.splitlines() for panel in line.split(";")]
-        write_text(run.folder / "report.html", page("PPO run", curves_svg(read_metrics(run.folder), panels)))
+def write_report(run: Run, pause: float = 0.0) -> None:
+    """`report.html`: curves, samples, numbers and configuration, whole or not at all.
+
+    pause: seconds that must lie between two pages, since a page takes one or two.
+    """
+    if not run.is_main or time.time() - run.reported < pause:
+        return
+    run.reported = time.time()
+    metrics, samples = read_metrics(run.folder), run.folder / "samples.jsonl"
+    panels = [tuple(panel.split()) for line in PLOTS.splitlines() for panel in line.split(";")]
+    body = f"<p>Step {run.state['step']} of {run.total_steps}</p>{curves_svg(metrics, panels)}"
+    answers = [(run.rows[r.row]["prompt"][-1]["content"], r.text, r.score) for r in run.rollouts[:SHOWN]]
+    body += "<h2>Rollouts of the last step</h2>" + answers_table(answers)
+    if samples.is_file():
+        lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+        newest = [(s["prompt"], s["response"], s["score"]) for s in lines if s["step"] == lines[-1]["step"]]
+        body += f"<h2>Held-out prompts, step {lines[-1]['step']}</h2>" + answers_table(newest)
+    body += "<h2>Numbers</h2>" + first_and_last(metrics)
+    body += folded("Configuration", (run.folder / "config.yaml").read_text(encoding="utf-8"))
+    write_text(run.folder / "report.html", page("PPO run", body))
+
+
+def answers_table(answers: list[tuple[str, str, float]]) -> str:
+    return table(["prompt", "response, score"], [[p, f"{r}\n({score:+.2f})"] for p, r, score in answers], texts=True)
 
 
 def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_main: bool = True) -> None:
@@ -1134,6 +1156,8 @@ def train(cfg: PPOConfig) -> list[dict]:
         metrics["memory/peak_gb"] = peak_memory_gb(run.device)
         run.metrics.log(step, metrics)
         history.append({"step": step, **metrics})
+        run.rollouts = rollouts
+        write_report(run, pause=60)
         bar.update(1)
         steps_run += 1
         if run.is_main and (step % cfg.log_every == 0 or step == run.total_steps):

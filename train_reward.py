@@ -22,7 +22,7 @@ from utils import launch
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import AtLeast0, Count, LoraOptions, ModelConfig, Positive, UserError, WholeNumber, check_ranges
 from utils.data import encode_dialogues, encode_responses, load_rows, show
-from utils.files import write_json
+from utils.files import write_json, write_text
 from utils.loader import Batches
 from utils.models import (
     adapter_base,
@@ -41,9 +41,10 @@ from utils.models import (
     template_fingerprint,
     write_stats,
 )
+from utils.report import curves_svg, first_and_last, folded, page, table
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, pad_rows
-from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, start_trackers
+from utils.tracking import Metrics, peak_memory_gb, progress_bar, read_metrics, remaining, start_trackers
 
 
 @dataclass(frozen=True)
@@ -256,18 +257,22 @@ def score_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, ac
 
 def evaluate_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, accelerator) -> dict[str, float]:
     """Held-out accuracy with its 95% interval, loss, and what the scores look like."""
-    chosen, rejected = score_pairs(model, pairs, pad_id, micro_batch_size, accelerator)
+    return pair_metrics(*score_pairs(model, pairs, pad_id, micro_batch_size, accelerator))
+
+
+def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
+    """Of scores (N,), (N,)."""
     both = torch.cat([chosen, rejected])
     accuracy = preference_accuracy(chosen, rejected).item()
     return {
         "accuracy": accuracy,
-        "accuracy_ci95": wilson_interval(accuracy, len(pairs)),
+        "accuracy_ci95": wilson_interval(accuracy, len(chosen)),
         "tie_rate": (chosen == rejected).float().mean().item(),
         "loss": bradley_terry_loss(chosen, rejected)[0].item(),
         "score_mean": both.mean().item(),
         "score_std": both.std(unbiased=False).item(),
         "temperature": fit_temperature((chosen - rejected).tolist()),
-        "n": len(pairs),
+        "n": len(chosen),
     }
 
 
@@ -336,6 +341,33 @@ def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Pat
             state["score.weight"] = model.head().weight.detach().cpu().to(state[next(iter(state))].dtype)
             save_model(model.model, state, tokenizer, folder)
         tokenizer.save_pretrained(folder)
+
+
+PLOTS = [("loss", "eval/loss"), ("accuracy", "eval/accuracy"), ("margin",), ("grad_norm",), ("lr",)]
+SHOWN = 10  # pairs in report.html
+
+
+def write_report(folder: Path, result: dict, rows: list[dict], scores: tuple[Tensor, Tensor]) -> None:
+    """`report.html`: the held-out evaluation, curves, the pairs that the model has most wrong, and configuration.
+
+    rows: the N held-out pairs; scores: of their chosen and rejected responses, (N,), (N,).
+    """
+    low, high = result["accuracy_ci95"]
+    body = f"<p>Held-out accuracy {result['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}, {result['n']} pairs)"
+    body += f", loss {result['loss']:.3f}, scores {result['score_mean']:+.2f} ± {result['score_std']:.2f}</p>"
+    metrics = read_metrics(folder)
+    body += curves_svg(metrics, PLOTS)
+    pairs = sorted(zip(*(side.tolist() for side in scores), rows), key=lambda pair: pair[0] - pair[1])
+    cells = [
+        [row["prompt"][-1]["content"], f"{row['chosen']}\n({c:+.2f})", f"{row['rejected']}\n({r:+.2f})"]
+        for c, r, row in pairs[:SHOWN]
+        if c <= r
+    ]
+    if cells:
+        body += "<h2>Most wrong pairs</h2>" + table(["prompt", "chosen, score", "rejected, score"], cells, texts=True)
+    body += "<h2>Numbers</h2>" + first_and_last(metrics)
+    body += folded("Configuration", (folder / "config.yaml").read_text(encoding="utf-8"))
+    write_text(folder / "report.html", page("Reward model", body))
 
 
 # ------------------------------------------------------------------------------------------------------ train
@@ -435,12 +467,15 @@ def train(cfg: RewardTrainConfig) -> dict:
         print(f"left out {seen - used} of {seen} pairs, whose tokens are equal", flush=True)
 
     # 4. evaluate and save
-    result = evaluate_pairs(model, test_pairs, pad_id, micro, accelerator)
+    scores = score_pairs(model, test_pairs, pad_id, micro, accelerator)
+    result = pair_metrics(*scores)
     save_final(launch.unwrap(model), tokenizer, cfg, folder / "final", is_main)
     if is_main:
         result["template_fingerprint"] = template_fingerprint(tokenizer)
         write_stats(folder / "final", result)
         write_json(folder / "report.json", result)
+        rows = {row["id"]: row for row in test_rows}
+        write_report(folder, result, [rows[pair["id"]] for pair in test_pairs], scores)
         record_run(folder, cfg, started)
         low, high = result["accuracy_ci95"]
         print(

@@ -1,15 +1,18 @@
 """Stage 4: its numbers by hand, its KL against a loop over the vocabulary, a whole run with given answers."""
 
+import dataclasses
 import functools
+import hashlib
 import json
 import math
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from helpers import CPU, ROOT, byte_tokenizer, launch, messages, tiny_llama
+from helpers import CPU, ROOT, TEMPLATE, byte_tokenizer, launch, messages, ppo_config, tiny_llama
 
 import evaluate as stage
 from evaluate import (
@@ -26,8 +29,8 @@ from evaluate import (
 )
 from utils.config import ModelConfig, UserError
 from utils.data import COLUMNS, encode_prompt, encode_responses
-from utils.models import load_tokenizer, new_reward_model, template_fingerprint, write_stats
-from utils.rewards import RewardConfig
+from utils.models import load_tokenizer, new_reward_model, read_stats, score_scale, template_fingerprint, write_stats
+from utils.rewards import RewardConfig, RewardModel, open_reward_model
 
 # --- comparison
 
@@ -392,8 +395,6 @@ def test_a_reward_models_scores_are_of_the_text_and_in_the_unit_of_training(worl
 
 
 def test_a_reward_model_of_another_template_is_refused(world, tiny, given, tmp_path):
-    import shutil
-
     shutil.copytree(world / "reward", tmp_path / "other")
     write_stats(tmp_path / "other", {"score_mean": 0.0, "score_std": 1.0, "template_fingerprint": "another"})
     cfg = run_config(
@@ -514,3 +515,300 @@ def test_settings_that_make_no_sense_are_refused(world, tiny, tmp_path, changes,
     with pytest.raises(UserError, match=message):
         evaluate(run_config(world, tiny, "", output_dir=str(tmp_path / "out"), **changes))
     assert not (tmp_path / "out").exists()
+
+
+# --- one text, one score
+
+
+def by_shape(ids, mask):
+    """A forward whose scores depend on the batch, as those of low precision do."""
+    return mask.sum(1) + 0.01 * len(ids) + 0.0001 * ids.shape[1]
+
+
+def test_one_text_has_one_score_whatever_stands_beside_it():
+    rows = []
+
+    def forward(ids, mask):
+        rows.extend(ids.tolist())
+        return by_shape(ids, mask)
+
+    model = RewardModel(forward, byte_tokenizer(), CPU)
+    prompts, texts = [messages("q"), messages("qq")] * 4, ["a", "bb", "cc" * 9, "a", "a", "bb", "", "d" * 80]
+    scores = model.scores(prompts, texts, 4)
+    assert len(rows) == 6  # (q, a), (qq, bb), (q, cc), (qq, a), (q, ""), (qq, d): each once
+    for micro in (1, 3, 64):
+        alone = [model.scores([p], [t], micro)[0] for p, t in zip(prompts, texts)]
+        assert alone == scores == model.scores(prompts[::-1], texts[::-1], micro)[::-1]
+    assert scores[0] == scores[4] != scores[3] and scores[1] == scores[5]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reward_models_score_is_that_of_the_text_alone(world, dtype):
+    model = open_reward_model(str(world / "reward"), CPU, dtype)
+    prompts, texts = [messages(f"q{i}") for i in range(7)], ["yes", "no" * 20, "", "a" * 50, "b c", "d", "yes yes"]
+    together = model.scores(prompts, texts, 4)
+    assert together == [model.scores([p], [t], 1)[0] for p, t in zip(prompts, texts)]
+    assert len(set(together)) == 7
+
+
+def test_the_shape_of_a_batch_on_a_gpu_is_decided_by_the_rows_own_length():
+    model = RewardModel(by_shape, byte_tokenizer(), torch.device("cuda"))
+    rows = [(7,) * n for n in (3, 64, 65, 100, 128, 129, 200, 3, 64)]
+    seen = {}
+    for given in (rows, rows[::-1], rows[2:5], rows[:1], rows * 3):
+        for part, width in model.batches(given, 4):
+            for row in part:
+                assert seen.setdefault(row, (len(part), width)) == (4, width) and len(row) <= width < len(row) + 64
+        assert {row for part, _ in model.batches(given, 4) for row in part} == set(given)
+    assert {width for _, width in seen.values()} == {64, 128, 192, 256}
+
+
+@pytest.mark.parametrize("n, forwards", [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_ranks_that_need_equally_many_forwards_get_them_whatever_is_equal(n, forwards):
+    calls = []
+
+    def forward(ids, mask):
+        calls.append(len(ids))
+        return by_shape(ids, mask)
+
+    model = RewardModel(forward, byte_tokenizer(), CPU, synced=True)
+    for texts in (["a"] * n, [str(i) for i in range(n)]):
+        calls.clear()
+        assert len(set(model.scores([messages("q")] * n, texts, 4))) <= 2 and len(calls) == forwards
+    assert len(set(model.scores([messages("q")] * n, ["a"] * n, 4))) == 1
+
+
+def noisy(prompts, responses, **columns):
+    noisy.calls.append(list(zip((prompt[-1]["content"] for prompt in prompts), responses, columns["id"])))
+    return [len(noisy.calls) + i / 100 for i in range(len(responses))]
+
+
+@pytest.mark.parametrize(
+    "after, asked",
+    [
+        (["x", "b", "y", "d"], [0, 2]),  # two answers are as they were
+        (["a", "b", "c", "d"], []),
+        (["w", "x", "y", "z"], [0, 1, 2, 3]),
+    ],
+)
+def test_an_equal_answer_is_a_tie_whatever_scores(world, tiny, monkeypatch, tmp_path, after, asked):
+    tokenizer, turns, noisy.calls = load_tokenizer(str(world / "policy")), [], []
+
+    def answers(model, prompts, *rest, **named):
+        turns.append(model)
+        return given_ids(tokenizer, [(text, True) for text in (["a", "b", "c", "d"], after)[len(turns) - 1]])
+
+    monkeypatch.setattr(stage, "generate", answers)
+    report = evaluate(
+        run_config(world, tiny, "", output_dir=str(tmp_path / "out"), gold_function="test_evaluate:noisy")
+    )
+    import test_evaluate  # the module that the stage imported, which is not this one
+
+    calls = test_evaluate.noisy.calls
+    assert calls[0] == [(f"q{i}", "abcd"[i], str(i)) for i in range(4)]
+    assert calls[1:] == ([[(f"q{i}", after[i], str(i)) for i in asked]] if asked else [])
+    ties = [s["policy"]["gold_score"] == s["baseline"]["gold_score"] for s in report["samples"]]
+    assert ties == [i not in asked for i in range(4)]
+    assert report["comparison"]["win_rate"]["policy"] == 0.5 + 0.5 * len(asked) / 4
+
+
+# --- what a reward model was trained with
+
+
+DATED = TEMPLATE.replace("{% for", "{{ strftime_now('%d %B %Y') }}\n{% for", 1)
+
+
+def on_day(monkeypatch, *date):
+    import datetime
+
+    from transformers.utils import chat_template_utils
+
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(*date)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Day)
+
+
+def tokenizer_with(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_template_that_prints_the_date_gives_one_text_one_score_every_day(world, monkeypatch, capsys, tmp_path):
+    folder, scores, prints = str(tmp_path / "reward"), [], []
+    shutil.copytree(world / "reward", folder)
+    tokenizer_with(DATED).save_pretrained(folder)
+    for date in ((2026, 5, 1), (2026, 9, 28)):
+        on_day(monkeypatch, *date)
+        tokenizer = load_tokenizer(folder)
+        if not scores:
+            stats = {"score_mean": 0.0, "score_std": 1.0, "template_fingerprint": template_fingerprint(tokenizer)}
+            write_stats(tmp_path / "reward", stats)
+        assert tokenizer.decode(encode_prompt(tokenizer, messages("q"))).startswith("26 July 2024\n<|start|>user\nq")
+        model = open_reward_model(folder, CPU, "float32")  # and is not refused
+        scores.append(model.scores([messages("q")] * 2, ["yes", "no"], 2))
+        prints.append(template_fingerprint(tokenizer))
+    assert scores[0] == scores[1] and prints[0] == prints[1] != template_fingerprint(byte_tokenizer())
+    assert prints[0] != template_fingerprint(tokenizer_with(DATED.replace("%B", "%b")))
+    said = f"the chat template of {folder} prints the date; all stages read it as 26 Jul 2024"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+
+
+def test_a_fingerprint_is_that_of_the_ids():
+    one = template_fingerprint(byte_tokenizer())
+    comment = tokenizer_with("{# a comment that writes nothing #}" + TEMPLATE)
+    assert template_fingerprint(comment) == one == template_fingerprint(byte_tokenizer())
+    for changed in (
+        TEMPLATE.replace("<|start|>assistant", "<|start|> assistant"),  # the header
+        TEMPLATE.replace("<|end|>\n", "<|end|>"),
+        TEMPLATE.replace("m['content']", "m['content'] | trim | replace('2', 'two')"),  # of a later turn
+        TEMPLATE.replace("{% for m", "{% if messages|length > 2 %}x{% endif %}{% for m"),
+        "{% if messages[0].role == 'system' %}s{% endif %}" + TEMPLATE,
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + TEMPLATE,
+    ):
+        assert template_fingerprint(tokenizer_with(changed)) != one, changed
+    larger, other_end = byte_tokenizer(), byte_tokenizer()
+    larger.add_tokens(["<|more|>"])
+    other_end.eos_token = "<|start|>"
+    assert len({one, *map(template_fingerprint, (larger, other_end))}) == 3
+    with pytest.raises(UserError, match="the chat template cannot write one user turn: never"):
+        template_fingerprint(tokenizer_with("{{ raise_exception('never') }}"))
+
+
+def test_of_several_named_templates_the_default_one_counts(world, tiny, given, tmp_path):
+    named = {"default": TEMPLATE, "tool_use": "tools: " + TEMPLATE}
+    one = template_fingerprint(byte_tokenizer())
+    assert template_fingerprint(tokenizer_with(named)) == one
+    assert template_fingerprint(tokenizer_with(named | {"tool_use": "x"})) == one
+    assert template_fingerprint(tokenizer_with(named | {"default": "x" + TEMPLATE})) != one
+    for name in ("reward", "policy"):
+        shutil.copytree(world / name, tmp_path / name)
+        tokenizer_with(named).save_pretrained(tmp_path / name)
+    cfg = run_config(world, tiny, "", output_dir=str(tmp_path / "out"), max_prompts=2)
+    cfg = dataclasses.replace(
+        cfg,
+        policy=ModelConfig(str(tmp_path / "policy"), dtype="float32"),
+        reward_model=RewardConfig(path=str(tmp_path / "reward")),
+    )
+    assert evaluate(cfg)["comparison"]["reward_score"]["n"] == 2
+    tokenizer_with(named | {"default": "x" + TEMPLATE}).save_pretrained(tmp_path / "reward")
+    with pytest.raises(UserError, match="another chat template or tokenizer than its folder holds"):
+        open_reward_model(str(tmp_path / "reward"), CPU)
+    tokenizer_with({"rag": TEMPLATE, "tool_use": TEMPLATE}).save_pretrained(tmp_path / "none")
+    with pytest.raises(UserError, match="has chat templates rag, tool_use and none named default"):
+        load_tokenizer(str(tmp_path / "none"))
+
+
+def older_fingerprint(tokenizer) -> str:
+    """As folders of earlier versions hold it."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    text = "\0".join([tokenizer.chat_template, str(tokenizer.eos_token_id), vocabulary])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def test_older_folders_are_read_where_their_fingerprint_says_enough(tmp_path):
+    stats = {"score_mean": 1, "score_std": 2.0}
+    for template, accepted in ((TEMPLATE, True), (DATED, False)):
+        tokenizer = tokenizer_with(template)
+        write_stats(tmp_path, stats | {"template_fingerprint": older_fingerprint(tokenizer)})
+        if accepted:
+            assert score_scale(str(tmp_path), tokenizer) == (1.0, 2.0)
+        else:
+            with pytest.raises(UserError, match="its scores would mean nothing; train it again"):
+                score_scale(str(tmp_path), tokenizer)
+        assert score_scale(str(tmp_path)) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("{", "JSONDecodeError"),
+        ("[1, 2]", "TypeError"),
+        ('{"score_mean": 1.0, "template_fingerprint": "x"}', "KeyError\\('score_std'\\)"),
+        ('{"score_mean": 1.0, "score_std": 2.0}', "KeyError\\('template_fingerprint'\\)"),
+        ('{"score_mean": null, "score_std": 2.0, "template_fingerprint": "x"}', "TypeError"),
+        ('{"score_mean": NaN, "score_std": 2.0, "template_fingerprint": "x"}', "mean nan"),
+        ('{"score_mean": 1, "score_std": Infinity, "template_fingerprint": "x"}', "deviation inf"),
+        ('{"score_mean": 1, "score_std": -2, "template_fingerprint": "x"}', "deviation -2.0"),
+        ('{"score_mean": 1, "score_std": 2, "temperature": 0, "template_fingerprint": "x"}', "temperature 0.0"),
+    ],
+)
+def test_unusable_stats_are_named(tmp_path, text, why):
+    (tmp_path / "reward_stats.json").write_text(text)
+    with pytest.raises(UserError, match=f"reward_stats.json says nothing usable \\(.*{why}") as caught:
+        read_stats(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_reader_of_a_reward_model_checks_it(world, tiny, tmp_path, capsys, preferences):
+    from dataprep.filter import FilterConfig, filter_pairs
+    from train_ppo import CriticConfig, build_roles
+
+    other, bare = tmp_path / "other", tmp_path / "bare"
+    for folder in (other, bare):
+        shutil.copytree(world / "reward", folder)
+    tokenizer_with("x" + TEMPLATE).save_pretrained(other)
+    (bare / "reward_stats.json").unlink()
+    refused = "another chat template or tokenizer than its folder holds"
+    settings = FilterConfig(preferences, str(other), str(tmp_path / "filtered"))
+    with pytest.raises(UserError, match=refused):
+        filter_pairs(settings)
+    with pytest.raises(UserError, match=refused):
+        evaluate(
+            run_config(world, tiny, "", output_dir=str(tmp_path / "o"), reward_model=RewardConfig(path=str(other)))
+        )
+    assert not (tmp_path / "o").exists() and not (tmp_path / "filtered").exists()
+    write_stats(other, {"score_mean": 0.0, "score_std": 1.0, "template_fingerprint": "trained otherwise"})
+    critic = ppo_config(tiny, critic=CriticConfig("separate", path=str(other)))
+    with pytest.raises(UserError, match="another chat template or tokenizer than the policy has"):
+        build_roles(critic, CPU)
+    capsys.readouterr()
+    for _ in range(2):
+        open_reward_model(str(bare), CPU, "float32")
+    line = f"{bare} has no reward_stats.json: its scores are used as they are, and its chat template is not checked"
+    assert capsys.readouterr().out.splitlines() == [line]
+
+
+# --- embeddings of different sizes
+
+
+@pytest.mark.parametrize("rows", [(320, 259), (259, 320), (320, 288), (320, 320)])
+def test_kl_of_models_with_spare_rows_is_over_the_rows_of_both(rows):
+    policy, baseline = (tiny_llama(seed, vocab_size=n).eval() for seed, n in enumerate(rows))
+    known = min(rows)
+
+    def by_hand(prompt, response):
+        end = next((i for i, token in enumerate(response) if token >= known), len(response) - 1)
+        read = [*prompt, *response[:end]]
+        with torch.no_grad():
+            logits = [m(torch.tensor([read])).logits[0, :, :known].double() for m in (policy, baseline)]
+        p, q = (x.log_softmax(-1)[len(prompt) - 1 :] for x in logits)
+        return (p.exp() * (p - q)).sum(-1).mean().item()
+
+    responses = [[3, 200, 17, 2], [known - 1], [61, 300, 63, 2], [319, 2], [5, 6, known, known + 1]]
+    responses = [[min(token, rows[0] - 1) for token in response] for response in responses]
+    wanted = [by_hand(*row) for row in zip(PROMPTS, responses)]
+    assert kl_per_token(policy, baseline, PROMPTS, responses, 2) == pytest.approx(wanted, rel=1e-4)
+    assert len({round(kl, 6) for kl in wanted}) == 5
+
+
+def test_a_policy_with_more_rows_than_its_baseline_is_compared(world, tiny, tmp_path):
+    tiny_llama(1, vocab_size=320).save_pretrained(tmp_path / "wide")
+    byte_tokenizer().save_pretrained(tmp_path / "wide")
+    for name, policy, baseline in (("a", str(tmp_path / "wide"), tiny), ("b", tiny, str(tmp_path / "wide"))):
+        report = evaluate(
+            run_config(
+                world,
+                tiny,
+                "",
+                policy=ModelConfig(policy, dtype="float32"),
+                baseline=ModelConfig(baseline, dtype="float32"),
+                output_dir=str(tmp_path / name),
+                temperature=5.0,  # so that rows without a token are drawn
+                rules=["gsm8k"],
+            )
+        )
+        assert report["comparison"]["kl_per_token"]["policy"] > 0.01

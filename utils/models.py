@@ -101,6 +101,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):
         raise UserError(f"the tokenizer of {path} has no eos token, so responses could not end; set one and save it")
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        raise UserError(f"the tokenizer of {path} has chat templates {names} and none named default; name one so")
     if "strftime_now" in str(tokenizer.chat_template):
         say_once(f"the chat template of {path} prints the date; all stages read it as {TEMPLATE_DATE:%d %b %Y}")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
