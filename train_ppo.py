@@ -451,7 +451,8 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
     model = RoleModel(loaded, roles, dtype)
     model.score_head = score_head
     if value_head is not None:  # of a reward model: values in the unit of the normalised scores
-        mean, std = models.score_scale(cfg.critic.path, models.load_tokenizer(cfg.model.path))
+        own = models.load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
+        mean, std = models.score_scale(cfg.critic.path, own)
         model.value_head.weight.data.copy_(value_head.weight / std)
         bias = 0.0 if value_head.bias is None else value_head.bias.item()
         model.value_head.bias.data.fill_((bias - mean) / std)

@@ -4,7 +4,7 @@
     accelerate launch --config_file configs/accelerate/multi_cpu.yaml train_reward.py --config configs/hh_reward.yaml
 
 Writes `final/`, a one-output AutoModelForSequenceClassification folder (or a LoRA adapter with its head), and
-`final/reward_stats.json`, which says what its scores mean.
+`final/reward_stats.json`, which says what its scores mean, beside `report.html`.
 """
 
 import copy

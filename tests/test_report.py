@@ -272,6 +272,12 @@ def test_stage_3_writes_its_page_while_it_runs(tmp_path, tiny, preferences, monk
     assert Page(last).rows[1][0].startswith("q") and f"path: {tiny}" in last
 
 
+@pytest.mark.parametrize("steps, points", [(1, 1), (2000, 2000), (2001, 1001), (100_000, 2000)])
+def test_long_runs_make_no_long_curves(figures, steps, points):
+    curves_svg([{"step": i, "a": float(i % 9)} for i in range(steps)], [("a",)])
+    assert len(figures[0].axes[0].lines[0].get_xdata()) == points
+
+
 def test_pictures_are_the_same_for_the_same_data():
     metrics = [{"step": i, "a": i / 2} for i in range(3)]
     assert curves_svg(metrics, [("a",)]) == curves_svg(metrics, [("a",)]) != curves_svg(metrics[:2], [("a",)])

@@ -8,7 +8,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0
 table{border-collapse:collapse;width:100%}.texts{table-layout:fixed}
 td,th{border-bottom:1px solid #8884;padding:.4em .6em;text-align:left;vertical-align:top;min-width:4.5em}
 td,pre{white-space:pre-wrap}svg{max-width:100%;height:auto}
-.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(16em,1fr))}.plots svg{width:100%}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(16em,1fr));gap:.5em}.plots svg{width:100%}
 small{color:#888}
 @media(prefers-color-scheme:dark){body{background:#121212;color:#ddd}svg{filter:invert(1) hue-rotate(180deg)}}
 @media(max-width:40em){body{font-size:12px;padding:0 .5em}td,th{padding:.3em .2em}}"""
@@ -47,6 +47,7 @@ def curves_svg(metrics: list[dict], panels: list[tuple[str, ...]]) -> str:
         axis = figure.subplots()
         for name in names:
             points = [(m["step"], m[name]) for m in metrics if name in m]
+            points = points[:: -(-len(points) // 2000)]  # more could not be seen
             axis.plot(*zip(*points), label=name, marker="." if len(points) < 50 else None)
         axis.set_title(names[0]) if len(names) == 1 else legend_above(axis)
         axis.set_xlabel("step")
