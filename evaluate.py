@@ -33,7 +33,7 @@ from utils.models import (
     max_positions,
     project,
 )
-from utils.report import curves_svg, figure_svg, legend_above, new_figure, page, plots, table
+from utils.report import curves_svg, figure_svg, legend_above, new_figure, page, table
 from utils.rewards import (
     RewardConfig,
     check_ground_truth,
@@ -350,15 +350,12 @@ def training_curves(policy_path: str) -> list[dict]:
 def html_report(report: dict, curves: list[dict]) -> str:
     """One page without outside links: table, score histograms, training curves, all samples side by side."""
     scores = [m for m in report["comparison"] if m in report["samples"][0]["baseline"] and m != "truncated"]
-    pictures = []
-    for metric in scores:
-        figure = new_figure(4, 3)
-        axis = figure.subplots()
+    figure = new_figure(4 * len(scores), 3)
+    for axis, metric in zip(figure.subplots(1, len(scores), squeeze=False)[0], scores):
         values = [[s[name][metric] for s in report["samples"]] for name in ("baseline", "policy")]
         axis.hist(values, bins=15, label=["before", "after"])
         axis.set_xlabel(LABELS.get(metric, metric))
         legend_above(axis)
-        pictures.append(figure_svg(figure))
     names = ["objective/score_mean", "objective/kl_per_token", "rollout/response_length_mean", "objective/entropy"]
     training = curves_svg(curves, [(name,) for name in names])
     judge = report["win_rate_judge"]
@@ -378,7 +375,7 @@ def html_report(report: dict, curves: list[dict]) -> str:
 {len(report["samples"])} held-out prompts, temperature {report["temperature"]}; win rate judged by {judge}.
 Intervals are 95% intervals of the change, over prompts.</p>
 {table(["", "before", "after", "change", "95% interval"], table_rows(report))}
-<h2>Scores</h2>{plots(pictures)}{"<h2>Training</h2>" + training if training else ""}
+<h2>Scores</h2>{figure_svg(figure)}{"<h2>Training</h2>" + training if training else ""}
 <h2>All answers</h2><table class="texts"><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>
 <script type="application/json" id="comparison">{json.dumps(report["comparison"])}</script>""",
     )

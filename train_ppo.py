@@ -1042,7 +1042,7 @@ PLOTS = """\
 objective/score_mean; objective/reward_mean; objective/kl_per_token; objective/kl_coef
 rollout/response_length_mean; objective/entropy; rollout/truncated_fraction rollout/distinct_2; eval/score_mean
 policy/loss policy/kl_loss; critic/loss; policy/approx_kl policy/clip_fraction; critic/explained_variance
-policy/grad_norm critic/grad_norm"""  # the pictures of report.html
+policy/grad_norm critic/grad_norm"""  # the panels of report.html, four a line
 SHOWN = 8  # rollouts in it
 
 

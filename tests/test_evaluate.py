@@ -561,6 +561,10 @@ def test_the_shape_of_a_batch_on_a_gpu_is_decided_by_the_rows_own_length():
                 assert seen.setdefault(row, (len(part), width)) == (4, width) and len(row) <= width < len(row) + 64
         assert {row for part, _ in model.batches(given, 4) for row in part} == set(given)
     assert {width for _, width in seen.values()} == {64, 128, 192, 256}
+    short = dataclasses.replace(model, positions=100)  # a model with learned positions has no more of them
+    assert short.batches([(7,) * 100, (7,) * 65, (7,) * 3], 1) == [
+        ([(7,) * n], w) for n, w in ((100, 100), (65, 100), (3, 64))
+    ]
 
 
 @pytest.mark.parametrize("n, forwards", [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])

@@ -100,10 +100,10 @@ def covered(figure) -> list:
 def test_a_legend_covers_no_curve(figures, names):
     metrics = [{"step": i} | {name: float(k * i) for k, name in enumerate(names)} for i in range(20)]
     curves_svg(metrics, [names, names[:1], ("never",)])
-    many, one = figures
-    assert [len(figure.axes[0].lines) for figure in figures] == [len(names), 1]
-    assert len(many.axes[0].get_legend().get_texts()) == len(names) and covered(many) == []
-    assert one.axes[0].get_legend() is None and one.axes[0].get_title() == names[0]
+    many, one, *empty = figures[0].axes
+    assert [len(axis.lines) for axis in (many, one)] == [len(names), 1] and not any(axis.axison for axis in empty)
+    assert len(many.get_legend().get_texts()) == len(names) and covered(figures[0]) == []
+    assert one.get_legend() is None and one.get_title() == names[0]
 
 
 def stage_4_report(prompt="p", before="b", after="a", n=5) -> dict:
@@ -123,8 +123,8 @@ def stage_4_report(prompt="p", before="b", after="a", n=5) -> dict:
 
 def test_a_legend_covers_no_histogram(figures):
     evaluate.html_report(stage_4_report(), [])
-    assert len(figures) == 2 and all(figure.axes[0].get_legend() is not None for figure in figures)
-    assert [covered(figure) for figure in figures] == [[], []]
+    assert len(figures[0].axes) == 2 and all(axis.get_legend() is not None for axis in figures[0].axes)
+    assert covered(figures[0]) == []
 
 
 def test_the_page_of_stage_4_keeps_its_columns_and_escapes():
@@ -169,7 +169,7 @@ def test_the_page_of_stage_2_shows_the_most_wrong_pairs_first(tmp_path):
     assert len(pairs) == 1 + 10 and "script" not in read.tags
     # of 16 pairs one is right and one a tie: 1.5 / 16, by Wilson 0.1724 +- 0.1505
     assert "Held-out accuracy 0.094 (95% interval 0.022 to 0.323, 16 pairs)" in read.text
-    assert ["loss", "0.7 (step 1)", "0.25 (step 9)"] in read.rows and text.count("<svg") == 2
+    assert ["loss", "0.7 (step 1)", "0.25 (step 9)"] in read.rows and text.count("<svg") == 1
     assert f"lr: 1.0e-4\ndata: {EVIL}" in read.text
 
 
@@ -232,7 +232,7 @@ def test_the_page_of_stage_3_has_curves_samples_numbers_and_configuration(run):
     write_report(run)
     text = (run.folder / "report.html").read_text()
     read = Page(text)
-    assert "Step 2 of 9" in read.text and text.count("<svg") == 2 and "script" not in read.tags
+    assert "Step 2 of 9" in read.text and text.count("<svg") == 1 and "script" not in read.tags
     rollouts = [[(EVIL, "second")[i % 2], f"{EVIL} {i}\n({i / 4:+.2f})"] for i in range(8)]
     held_out = [[f"held {i}", f"{EVIL}\n({2 + i:+.2f})"] for i in range(3)]
     header = [["prompt", "response, score"]]
@@ -280,6 +280,7 @@ def test_long_runs_make_no_long_curves(figures, steps, points):
 
 def test_pictures_are_the_same_for_the_same_data():
     metrics = [{"step": i, "a": i / 2} for i in range(3)]
+    assert curves_svg(metrics, [("a",)]).startswith('<div class="figure"><svg style="min-width:64em" ')
     assert curves_svg(metrics, [("a",)]) == curves_svg(metrics, [("a",)]) != curves_svg(metrics[:2], [("a",)])
     assert curves_svg(metrics, [("b",)]) == "" == curves_svg([], [("a",)])
     assert io.StringIO(curves_svg(metrics, [("a",)])).read().count("fill: #ffffff") == 0  # clear, so dark in the dark

@@ -8,8 +8,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0
 table{border-collapse:collapse;width:100%}.texts{table-layout:fixed}
 td,th{border-bottom:1px solid #8884;padding:.4em .6em;text-align:left;vertical-align:top;min-width:4.5em}
 td,pre{white-space:pre-wrap}svg{max-width:100%;height:auto}
-.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(16em,1fr));gap:.5em}.plots svg{width:100%}
-small{color:#888}
+.figure{overflow-x:auto}small{color:#888}
 @media(prefers-color-scheme:dark){body{background:#121212;color:#ddd}svg{filter:invert(1) hue-rotate(180deg)}}
 @media(max-width:40em){body{font-size:12px;padding:0 .5em}td,th{padding:.3em .2em}}"""
 
@@ -26,9 +25,11 @@ def new_figure(width: float, height: float):
 
 
 def figure_svg(figure) -> str:
+    """Readable on a narrow screen too, where it can be pushed sideways."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+    svg = buffer.getvalue()[buffer.getvalue().index("<svg") + 4 :]
+    return f'<div class="figure"><svg style="min-width:{4 * figure.get_figwidth():g}em"{svg}</div>'
 
 
 def legend_above(axis) -> None:
@@ -36,28 +37,25 @@ def legend_above(axis) -> None:
     axis.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, borderaxespad=0)
 
 
-def curves_svg(metrics: list[dict], panels: list[tuple[str, ...]]) -> str:
-    """Curves over steps: one picture for each tuple of metric names, those that were never logged left out."""
-    pictures = []
-    for panel in panels:
-        names = [name for name in panel if any(name in m for m in metrics)]
-        if not names:
-            continue
-        figure = new_figure(4, 3)
-        axis = figure.subplots()
-        for name in names:
+def curves_svg(metrics: list[dict], panels: list[tuple[str, ...]], columns: int = 4) -> str:
+    """Curves over steps: one panel for each tuple of metric names, those that were never logged left out."""
+    panels = [tuple(name for name in panel if any(name in m for m in metrics)) for panel in panels]
+    panels = [panel for panel in panels if panel]
+    if not panels:
+        return ""
+    lines = -(-len(panels) // columns)
+    figure = new_figure(4 * columns, 3 * lines)
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axis, panel in zip(axes, panels):
+        for name in panel:
             points = [(m["step"], m[name]) for m in metrics if name in m]
             points = points[:: -(-len(points) // 2000)]  # more could not be seen
             axis.plot(*zip(*points), label=name, marker="." if len(points) < 50 else None)
-        axis.set_title(names[0]) if len(names) == 1 else legend_above(axis)
+        axis.set_title(panel[0]) if len(panel) == 1 else legend_above(axis)
         axis.set_xlabel("step")
-        pictures.append(figure_svg(figure))
-    return plots(pictures)
-
-
-def plots(pictures: list[str]) -> str:
-    """As many beside each other as the screen is wide."""
-    return f'<div class="plots">{"".join(pictures)}</div>' if pictures else ""
+    for axis in axes[len(panels) :]:
+        axis.axis("off")
+    return figure_svg(figure)
 
 
 def first_and_last(metrics: list[dict]) -> str:

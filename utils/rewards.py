@@ -242,11 +242,11 @@ class RewardModel:
             parts += parts[:1] * (-(-len(rows) // size) - len(parts))
             return [(part, len(part[0])) for part in parts]
         size, step = (1, 1) if self.device.type == "cpu" else (size, WIDTH_STEP)
-        batches = []
+        batches, most = [], self.positions or math.inf
         for steps, group in itertools.groupby(order, lambda row: -(-len(row) // step)):
             alike = list(group)
             parts = [alike[i : i + size] for i in range(0, len(alike), size)]
-            batches += [(part + part[:1] * (size - len(part)), steps * step) for part in parts]
+            batches += [(part + part[:1] * (size - len(part)), min(steps * step, most)) for part in parts]
         return batches
 
     def scorer(self, micro_batch_size: int, scaled: bool = False, bar: bool = False) -> Scorer:
