@@ -9,6 +9,7 @@ Both models answer the same held-out prompts. Writes `report.json` and a self-co
 
 import html
 import json
+import math
 import textwrap
 import time
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from utils.models import (
     max_positions,
     project,
 )
-from utils.report import curves_svg, figure_svg, new_figure, page, table
+from utils.report import curves_svg, figure_svg, legend_above, new_figure, page, table
 from utils.rewards import (
     RewardConfig,
     check_ground_truth,
@@ -47,6 +48,8 @@ from utils.tensors import longest_first, pad_rows
 from utils.tracking import peak_memory_gb, progress_bar, read_metrics
 
 BOOTSTRAP_SAMPLES = 10_000
+SCORED_BY = ("id", "ground_truth", "reference", "metadata")  # columns that a scorer gets
+Z95 = 1.959964  # of a 95% interval
 
 
 @dataclass(frozen=True)
@@ -101,24 +104,58 @@ def check_config(cfg: EvaluateConfig) -> None:
 
 
 def bootstrap_interval(differences: list[float], seed: int) -> list[float]:
-    """95% percentile-bootstrap interval of the mean over prompts (Efron 1979)."""
+    """95% percentile-bootstrap interval of the mean over prompts (Efron 1979), in constant memory."""
     import numpy
 
-    values = numpy.asarray(differences, dtype=float)
-    draws = numpy.random.default_rng(seed).integers(0, len(values), (BOOTSTRAP_SAMPLES, len(values)))
-    low, high = numpy.percentile(values[draws].mean(1), [2.5, 97.5])
+    values, generator = numpy.asarray(differences, dtype=float), numpy.random.default_rng(seed)
+    chunk = max(1, 1_000_000 // len(values))  # samples at a time
+    sizes = [min(chunk, BOOTSTRAP_SAMPLES - i) for i in range(0, BOOTSTRAP_SAMPLES, chunk)]
+    means = [values[generator.integers(0, len(values), (size, len(values)))].mean(1) for size in sizes]
+    low, high = numpy.percentile(numpy.concatenate(means), [2.5, 97.5])
     return [round(float(low), 5), round(float(high), 5)]
 
 
+def paired_share_interval(more: int, fewer: int, n: int) -> list[float]:
+    """95% score interval of (more - fewer) / n, where that many of n pairs changed up and down (Tango 1998).
+
+    Unlike the bootstrap it holds for rare changes, and without any.
+    """
+
+    def lower(up: int, down: int) -> float:
+        low, high = -1.0, (up - down) / n
+        while high - low > 1e-9:
+            d = (low + high) / 2
+            b = (2 * n - up + down) * d - up - down
+            rate = (math.sqrt(max(0.0, b * b + 8 * n * down * d * (1 - d))) - b) / (4 * n)  # of downs, given d
+            if up - down - n * d > Z95 * math.sqrt(n * max(0.0, 2 * rate + d - d * d)):
+                low = d
+            else:
+                high = d
+        return low
+
+    return [lower(more, fewer), -lower(fewer, more)]
+
+
 def compare(baseline: list[float], policy: list[float], seed: int) -> dict:
-    """{baseline, policy, difference, ci95 of the difference, n}; the lists are paired by prompt."""
+    """{baseline, policy, difference, ci95 of the difference, n}; the lists are paired by prompt.
+
+    What is 0 or 1 (or -1 or 1) for each prompt, or a win, tie or loss, is compared as a share, all else as a mean.
+    """
     n = len(policy)
     mean_b, mean_p = sum(baseline) / n, sum(policy) / n
+    differences, values = [p - b for b, p in zip(baseline, policy)], {*baseline, *policy}
+    win_rate = {*baseline} == {0.5} and values <= {0.0, 0.5, 1.0}
+    step = 1.0 if values <= {0.0, 1.0} else 2.0 if values <= {-1.0, 1.0} else 0.5 if win_rate else None
+    if step is None:
+        interval = bootstrap_interval(differences, seed)
+    else:
+        ends = paired_share_interval(sum(d > 0 for d in differences), sum(d < 0 for d in differences), n)
+        interval = [round(step * end, 5) for end in ends]
     return {
         "baseline": round(mean_b, 5),
         "policy": round(mean_p, 5),
         "difference": round(mean_p - mean_b, 5),
-        "ci95": bootstrap_interval([p - b for b, p in zip(baseline, policy)], seed),
+        "ci95": interval,
         "n": n,
     }
 
@@ -135,6 +172,8 @@ def kl_per_token(policy, baseline, prompts, responses, micro_batch_size: int, ba
     prompts, responses: token ids, one list a row; no response is empty.
     """
     device, dtype = (getattr(next(policy.parameters()), name) for name in ("device", "dtype"))
+    known = min(model.get_input_embeddings().weight.shape[0] for model in (policy, baseline))
+    responses = [known_part(ids, known) for ids in responses]
     results = [0.0] * len(prompts)
     for part in longest_first([len(p) + len(r) for p, r in zip(prompts, responses)], micro_batch_size):
         ids, mask = pad_rows([prompts[i] + responses[i] for i in part], 0, torch.long)  # (B, S); the mask hides the 0s
@@ -153,9 +192,22 @@ def kl_per_token(policy, baseline, prompts, responses, micro_batch_size: int, ba
     return results
 
 
+def known_part(response: list[int], known: int) -> list[int]:
+    """Up to the first token that is no row of the smaller embedding, which both models draw before, but neither reads.
+
+    Models of one tokenizer can have different numbers of such spare rows; where one is drawn, its place holds a 0.
+    """
+    end = next((i for i, token in enumerate(response) if token >= known), None)
+    return response if end is None else [*response[:end], 0]
+
+
 def exact_kl(policy_logits: Tensor, baseline_logits: Tensor) -> Tensor:
-    """KL(policy || baseline) of next-token distributions, in nats, fp32: (N, V), (N, V) -> (N,)."""
-    p, q = policy_logits.float().log_softmax(-1), baseline_logits.float().log_softmax(-1)
+    """KL(policy || baseline) of next-token distributions over their common vocabulary, nats, fp32: 2 x (N, V) -> (N,).
+
+    Where one has more rows than the other, they are left out, and the rest is a distribution again.
+    """
+    common = min(policy_logits.shape[-1], baseline_logits.shape[-1])
+    p, q = (logits[:, :common].float().log_softmax(-1) for logits in (policy_logits, baseline_logits))
     return (p.exp() * (p - q)).sum(-1)
 
 
@@ -199,17 +251,22 @@ def score(cfg: EvaluateConfig, rows: list[dict], results: list[dict], device: to
     """Add every score that the configuration asks for to both sides of the results; returns the scores' names."""
     scorers = {}
     if cfg.reward_model is not None:
-        scorers["reward_score"] = open_scorer(cfg.reward_model, cfg.micro_batch_size_per_gpu, device, cfg.policy.dtype)
+        micro, dtype = cfg.micro_batch_size_per_gpu, cfg.policy.dtype
+        scorers["reward_score"] = open_scorer(cfg.reward_model, micro, device, dtype, scaled=True)
     if cfg.gold_function is not None:
         scorers["gold_score"] = function_scorer(cfg.gold_function)
     scorers |= {rule: rule_scorer(rule) for rule in cfg.rules}
-    prompts = [row["prompt"] for row in rows]
-    columns = {name: [row.get(name) for row in rows] for name in ("id", "ground_truth", "reference", "metadata")}
+    different = [i for i, r in enumerate(results) if r["policy"]["response"] != r["baseline"]["response"]]
     for metric, scorer in scorers.items():
-        for name in ("baseline", "policy"):
-            texts = [result[name]["response"] for result in results]
-            for result, value in zip(results, scorer(prompts, texts, columns)):
-                result[name][metric] = value
+        for name, fresh in (("baseline", range(len(rows))), ("policy", different)):
+            mine = [rows[i] for i in fresh]
+            columns = {column: [row.get(column) for row in mine] for column in SCORED_BY}
+            texts = [results[i][name]["response"] for i in fresh]
+            values = scorer([row["prompt"] for row in mine], texts, columns) if mine else []
+            for i, value in zip(fresh, values):
+                results[i][name][metric] = value
+        for result in results:  # an equal answer is scored once, so that it is a tie whatever scores
+            result["policy"].setdefault(metric, result["baseline"][metric])
     return list(scorers)
 
 
@@ -226,6 +283,7 @@ def summarize(cfg: EvaluateConfig, results: list[dict], scored_by: list[str]) ->
     if all("kl_per_token" in r["policy"] for r in results):
         kl = [r["policy"]["kl_per_token"] for r in results]
         comparison["kl_per_token"] = compare([0.0] * len(results), kl, cfg.seed)
+        comparison["kl_per_token"]["ci95"] = bootstrap_interval(kl, cfg.seed)  # 0s are no share
     return {
         "comparison": comparison,
         "win_rate_judge": judge,
@@ -296,8 +354,8 @@ def html_report(report: dict, curves: list[dict]) -> str:
     for axis, metric in zip(figure.subplots(1, len(scores), squeeze=False)[0], scores):
         values = [[s[name][metric] for s in report["samples"]] for name in ("baseline", "policy")]
         axis.hist(values, bins=15, label=["before", "after"])
-        axis.set_title(LABELS.get(metric, metric))
-        axis.legend()
+        axis.set_xlabel(LABELS.get(metric, metric))
+        legend_above(axis)
     names = ["objective/score_mean", "objective/kl_per_token", "rollout/response_length_mean", "objective/entropy"]
     training = curves_svg(curves, [(name,) for name in names])
     judge = report["win_rate_judge"]
@@ -315,10 +373,10 @@ def html_report(report: dict, curves: list[dict]) -> str:
         f"""
 <p>Baseline <code>{html.escape(report["baseline"])}</code>, policy <code>{html.escape(report["policy"])}</code>;
 {len(report["samples"])} held-out prompts, temperature {report["temperature"]}; win rate judged by {judge}.
-Intervals are 95% bootstrap intervals of the change, over prompts.</p>
+Intervals are 95% intervals of the change, over prompts.</p>
 {table(["", "before", "after", "change", "95% interval"], table_rows(report))}
 <h2>Scores</h2>{figure_svg(figure)}{"<h2>Training</h2>" + training if training else ""}
-<h2>All answers</h2><table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>
+<h2>All answers</h2><table class="texts"><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>
 <script type="application/json" id="comparison">{json.dumps(report["comparison"])}</script>""",
     )
 

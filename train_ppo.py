@@ -42,7 +42,7 @@ from utils.data import decode_response, encode_prompts, load_prompts, show
 from utils.files import replacing, write_text
 from utils.guards import GO_ON, GuardConfig, Guards, Verdict
 from utils.models import RoleModel
-from utils.report import curves_svg, page
+from utils.report import curves_svg, first_and_last, folded, page, table
 from utils.rewards import RewardConfig, Scorer, check_ground_truth, check_reward_config, open_reward_model, open_scorer
 from utils.rollout import Sampling, generate_with_logprobs
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
@@ -451,7 +451,8 @@ def build_roles(cfg: PPOConfig, device: torch.device, load_on: torch.device | No
     model = RoleModel(loaded, roles, dtype)
     model.score_head = score_head
     if value_head is not None:  # of a reward model: values in the unit of the normalised scores
-        mean, std = models.score_scale(cfg.critic.path)
+        own = models.load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
+        mean, std = models.score_scale(cfg.critic.path, own)
         model.value_head.weight.data.copy_(value_head.weight / std)
         bias = 0.0 if value_head.bias is None else value_head.bias.item()
         model.value_head.bias.data.fill_((bias - mean) / std)
@@ -550,6 +551,8 @@ class Run:
     total_steps: int = 0
     base_lr: dict[str, float] = field(default_factory=dict)  # of the optimizer's groups, before roll-backs
     checks: dict | None = None  # what the run has found out about itself, see utils.contracts; None = it does not look
+    rollouts: list[Rollout] = field(default_factory=list)  # of the last step, all ranks'
+    reported: float = 0.0  # when report.html was written last
 
     @property
     def folder(self) -> Path:
@@ -608,7 +611,7 @@ def start(cfg: PPOConfig) -> Run:
         roles = build_roles(cfg, accelerator.device, launch.load_device(accelerator))
     policy, limits = roles.lm("policy"), (cfg.max_prompt_length, cfg.max_response_length)
     prompts = encode_prompts(tokenizer, rows, *limits, models.max_positions(policy))
-    scorer = build_scorer(cfg, roles, tokenizer, accelerator.device)
+    scorer = build_scorer(cfg, roles, tokenizer, accelerator)
     held_out = load_prompts(cfg.data, "test")[: cfg.eval_prompts] if cfg.eval_every else []
     encode_prompts(tokenizer, held_out, *limits, models.max_positions(policy))
     probe = contracts.probe_batch(prompts[contracts.probe_row(prompts)], tokenizer.pad_token_id, accelerator.device)
@@ -717,9 +720,9 @@ def respond(run: Run, rows: list[int], prompts: list[list[int]], temperature: fl
 # --------------------------------------------------------------------------------------------------- 2 score
 
 
-def build_scorer(cfg: PPOConfig, roles: RoleModel, tokenizer, device: torch.device) -> Scorer:
+def build_scorer(cfg: PPOConfig, roles: RoleModel, tokenizer, accelerator) -> Scorer:
     """The reward as f(prompts, responses, columns) -> scores; a reward model's are shifted and scaled to its stats."""
-    reward = None
+    reward, device = None, accelerator.device
     if cfg.reward_model.style == "model":
 
         def forward(ids: Tensor, mask: Tensor) -> Tensor:
@@ -729,6 +732,7 @@ def build_scorer(cfg: PPOConfig, roles: RoleModel, tokenizer, device: torch.devi
         own = tokenizer if roles.roles["reward"][0] == "backbone" else None
         positions = models.max_positions(roles.lm("reward"))
         reward = open_reward_model(cfg.reward_model.path, device, forward=forward, positions=positions, tokenizer=own)
+        reward = dataclasses.replace(reward, synced=launch.is_zero3(accelerator))
     return open_scorer(cfg.reward_model, cfg.log_prob_micro_batch_size_per_gpu, device, reward=reward, scaled=True)
 
 
@@ -1107,13 +1111,33 @@ objective/score_mean; objective/reward_mean; objective/kl_per_token; objective/k
 rollout/response_length_mean; objective/entropy; rollout/truncated_fraction rollout/distinct_2; eval/score_mean
 policy/loss policy/kl_loss; critic/loss; policy/approx_kl policy/clip_fraction; critic/explained_variance
 policy/grad_norm critic/grad_norm"""  # the panels of report.html, four a line
+SHOWN = 8  # rollouts in it
 
 
-def write_report(run: Run) -> None:
-    """`report.html`: the curves of the run so far."""
-    if run.is_main:
-        panels = [tuple(panel.split()) for line in PLOTS.splitlines() for panel in line.split(";")]
-        write_text(run.folder / "report.html", page("PPO run", curves_svg(read_metrics(run.folder), panels)))
+def write_report(run: Run, pause: float = 0.0) -> None:
+    """`report.html`: curves, samples, numbers and configuration, whole or not at all.
+
+    pause: seconds that must lie between two pages, since a page takes one or two.
+    """
+    if not run.is_main or time.time() - run.reported < pause:
+        return
+    run.reported = time.time()
+    metrics, samples = read_metrics(run.folder), run.folder / "samples.jsonl"
+    panels = [tuple(panel.split()) for line in PLOTS.splitlines() for panel in line.split(";")]
+    body = f"<p>Step {run.state['step']} of {run.total_steps}</p>{curves_svg(metrics, panels)}"
+    answers = [(run.rows[r.row]["prompt"][-1]["content"], r.text, r.score) for r in run.rollouts[:SHOWN]]
+    body += "<h2>Rollouts of the last step</h2>" + answers_table(answers)
+    if samples.is_file():
+        lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+        newest = [(s["prompt"], s["response"], s["score"]) for s in lines if s["step"] == lines[-1]["step"]]
+        body += f"<h2>Held-out prompts, step {lines[-1]['step']}</h2>" + answers_table(newest)
+    body += "<h2>Numbers</h2>" + first_and_last(metrics)
+    body += folded("Configuration", (run.folder / "config.yaml").read_text(encoding="utf-8"))
+    write_text(run.folder / "report.html", page("PPO run", body))
+
+
+def answers_table(answers: list[tuple[str, str, float]]) -> str:
+    return table(["prompt", "response, score"], [[p, f"{r}\n({score:+.2f})"] for p, r, score in answers], texts=True)
 
 
 def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_main: bool = True) -> None:
@@ -1229,6 +1253,8 @@ def train(cfg: PPOConfig) -> list[dict]:
         metrics["memory/peak_gb"] = peak_memory_gb(run.device)
         run.metrics.log(step, metrics)
         history.append({"step": step, **metrics})
+        run.rollouts = rollouts
+        write_report(run, pause=60)
         bar.update(1)
         steps_run += 1
         if run.is_main and (step % cfg.log_every == 0 or step == run.total_steps):

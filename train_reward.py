@@ -4,7 +4,7 @@
     accelerate launch --config_file configs/accelerate/multi_cpu.yaml train_reward.py --config configs/hh_reward.yaml
 
 Writes `final/`, a one-output AutoModelForSequenceClassification folder (or a LoRA adapter with its head), and
-`final/reward_stats.json`, which says what its scores mean.
+`final/reward_stats.json`, which says what its scores mean, beside `report.html`.
 """
 
 import copy
@@ -43,9 +43,10 @@ from utils.models import (
     train_all,
     write_stats,
 )
+from utils.report import curves_svg, first_and_last, folded, page, table
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, pad_rows, round_randomly
-from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, start_trackers
+from utils.tracking import Metrics, peak_memory_gb, progress_bar, read_metrics, remaining, start_trackers
 
 
 @dataclass(frozen=True)
@@ -258,18 +259,22 @@ def score_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, ac
 
 def evaluate_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, accelerator) -> dict[str, float]:
     """Held-out accuracy with its 95% interval, loss, and what the scores look like."""
-    chosen, rejected = score_pairs(model, pairs, pad_id, micro_batch_size, accelerator)
+    return pair_metrics(*score_pairs(model, pairs, pad_id, micro_batch_size, accelerator))
+
+
+def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
+    """Of scores (N,), (N,)."""
     both = torch.cat([chosen, rejected])
     accuracy = preference_accuracy(chosen, rejected).item()
     return {
         "accuracy": accuracy,
-        "accuracy_ci95": wilson_interval(accuracy, len(pairs)),
+        "accuracy_ci95": wilson_interval(accuracy, len(chosen)),
         "tie_rate": (chosen == rejected).float().mean().item(),
         "loss": bradley_terry_loss(chosen, rejected)[0].item(),
         "score_mean": both.mean().item(),
         "score_std": both.std(unbiased=False).item(),
         "temperature": fit_temperature((chosen - rejected).tolist()),
-        "n": len(pairs),
+        "n": len(chosen),
     }
 
 
@@ -350,6 +355,33 @@ def reopen(cfg: RewardTrainConfig, folder: Path, device: torch.device) -> ScoreM
     """The model as it was saved, for the numbers that describe it."""
     dtype = model_dtype(cfg.model.dtype, device)
     return ScoreModel(load_reward_model(dataclasses.replace(cfg.model, path=str(folder)), device, dtype), dtype)
+
+
+PLOTS = [("loss", "eval/loss"), ("accuracy", "eval/accuracy"), ("margin",), ("grad_norm",), ("lr",)]
+SHOWN = 10  # pairs in report.html
+
+
+def write_report(folder: Path, result: dict, rows: list[dict], scores: tuple[Tensor, Tensor]) -> None:
+    """`report.html`: the held-out evaluation, curves, the pairs that the model has most wrong, and configuration.
+
+    rows: the N held-out pairs; scores: of their chosen and rejected responses, (N,), (N,).
+    """
+    low, high = result["accuracy_ci95"]
+    body = f"<p>Held-out accuracy {result['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}, {result['n']} pairs)"
+    body += f", loss {result['loss']:.3f}, scores {result['score_mean']:+.2f} ± {result['score_std']:.2f}</p>"
+    metrics = read_metrics(folder)
+    body += curves_svg(metrics, PLOTS)
+    pairs = sorted(zip(*(side.tolist() for side in scores), rows), key=lambda pair: pair[0] - pair[1])
+    cells = [
+        [row["prompt"][-1]["content"], f"{row['chosen']}\n({c:+.2f})", f"{row['rejected']}\n({r:+.2f})"]
+        for c, r, row in pairs[:SHOWN]
+        if c <= r
+    ]
+    if cells:
+        body += "<h2>Most wrong pairs</h2>" + table(["prompt", "chosen, score", "rejected, score"], cells, texts=True)
+    body += "<h2>Numbers</h2>" + first_and_last(metrics)
+    body += folded("Configuration", (folder / "config.yaml").read_text(encoding="utf-8"))
+    write_text(folder / "report.html", page("Reward model", body))
 
 
 # ------------------------------------------------------------------------------------------------------ train
@@ -459,12 +491,15 @@ def train(cfg: RewardTrainConfig) -> dict:
     accelerator.wait_for_everyone()
     if not launch.is_zero3(accelerator):  # which has no room for a whole model
         model = reopen(cfg, final, device)
-    result = evaluate_pairs(model, test_pairs, pad_id, micro, accelerator)
+    scores = score_pairs(model, test_pairs, pad_id, micro, accelerator)
+    result = pair_metrics(*scores)
     if is_main:
         result["template_fingerprint"] = template_fingerprint(tokenizer)
         write_stats(final, result)
         write_text(final / "README.md", card(cfg, result))
         write_json(folder / "report.json", result)
+        rows = {row["id"]: row for row in test_rows}
+        write_report(folder, result, [rows[pair["id"]] for pair in test_pairs], scores)
         record_run(folder, cfg, started, checks)
         low, high = result["accuracy_ci95"]
         print(

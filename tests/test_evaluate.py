@@ -1,14 +1,18 @@
 """Stage 4: its numbers by hand, its KL against a loop over the vocabulary, a whole run with given answers."""
 
+import dataclasses
+import functools
+import hashlib
 import json
 import math
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from helpers import CPU, ROOT, byte_tokenizer, launch, messages, tiny_llama
+from helpers import CPU, ROOT, TEMPLATE, byte_tokenizer, launch, messages, ppo_config, tiny_llama
 
 import evaluate as stage
 from evaluate import (
@@ -19,13 +23,14 @@ from evaluate import (
     exact_kl,
     html_report,
     kl_per_token,
+    paired_share_interval,
     training_curves,
     wins,
 )
 from utils.config import ModelConfig, UserError
 from utils.data import COLUMNS, encode_prompt, encode_responses
-from utils.models import load_tokenizer, new_reward_model, template_fingerprint, write_stats
-from utils.rewards import RewardConfig
+from utils.models import load_tokenizer, new_reward_model, read_stats, score_scale, template_fingerprint, write_stats
+from utils.rewards import RewardConfig, RewardModel, open_reward_model
 
 # --- comparison
 
@@ -64,9 +69,84 @@ def test_a_comparison_by_hand():
         "baseline": 0.66667,
         "policy": 0.33333,
         "difference": -0.33333,
-        "ci95": [-1.0, 0.0],  # of -1, 0, 0: P(-1) = 3.7%
+        "ci95": [-0.79234, 0.41533],  # none up and one down of 3 pairs, each 0 or 1
         "n": 3,
     }
+
+
+def score_statistic(up: int, down: int, n: int, difference: float) -> float:
+    """Tango's statistic, with the rate of downs that makes the counts most likely found by search."""
+    rates = [max(0.0, -difference) + i / 20_000 for i in range(20_001)]
+    rates = [rate for rate in rates if rate + difference >= 0 and 2 * rate + difference <= 1]
+
+    def likelihood(rate):
+        cells = zip((up, down, n - up - down), (rate + difference, rate, 1 - 2 * rate - difference))
+        return sum(count * math.log(max(p, 1e-300)) for count, p in cells if count)
+
+    rate = max(rates, key=likelihood)
+    return (up - down - n * difference) / math.sqrt(n * (2 * rate + difference - difference**2))
+
+
+@pytest.mark.parametrize(
+    "up, down, n, interval",
+    [
+        (1, 7, 21, [-0.517, -0.026]),  # airway hyper-responsiveness (Bentur et al. 2009), as textbooks give it
+        (0, 0, 64, [-0.0566, 0.0566]),  # z^2 / (n + z^2): nothing seen in 64 does not say that nothing happens
+        (0, 0, 46, [-0.0771, 0.0771]),
+        (0, 0, 1, [-0.7935, 0.7935]),
+        (64, 0, 64, [0.8868, 1.0]),
+        (0, 64, 64, [-1.0, -0.8868]),
+    ],
+)
+def test_the_interval_of_a_share_by_the_book(up, down, n, interval):
+    low, high = paired_share_interval(up, down, n)
+    assert [low, high] == pytest.approx(interval, abs=6e-4 if n == 21 else 6e-5)
+    assert paired_share_interval(down, up, n) == pytest.approx([-high, -low])
+
+
+@pytest.mark.parametrize("up, down, n", [(1, 7, 21), (3, 0, 46), (40, 20, 160), (5, 5, 10), (2, 9, 30)])
+def test_the_ends_of_a_shares_interval_are_where_the_score_statistic_is_1_96(up, down, n):
+    low, high = paired_share_interval(up, down, n)
+    assert score_statistic(up, down, n, low) == pytest.approx(1.96, abs=0.005)
+    assert score_statistic(up, down, n, high) == pytest.approx(-1.96, abs=0.005)
+
+
+@pytest.mark.parametrize("n", [20, 46, 200])
+@pytest.mark.parametrize("up, down", [(0.02, 0.0), (0.02, 0.02), (0.1, 0.05), (0.3, 0.2)])
+def test_rare_events_are_covered(n, up, down):
+    import numpy
+
+    ends = functools.cache(paired_share_interval)
+    draws = numpy.random.default_rng(0).multinomial(n, [up, down, 1 - up - down], 3000).tolist()
+    covered = sum(ends(a, b, n)[0] <= up - down <= ends(a, b, n)[1] for a, b, _ in draws) / len(draws)
+    assert covered > 0.925  # the bootstrap: 0.58 at 46 pairs and 2%
+
+
+@pytest.mark.parametrize(
+    "baseline, policy, interval",
+    [
+        ([0.0] * 64, [0.0] * 64, [-0.05662, 0.05662]),
+        ([1.0] * 64, [1.0] * 64, [-0.05662, 0.05662]),
+        ([False] * 64, [False] * 64, [-0.05662, 0.05662]),  # cut off or not
+        ([-1.0] * 64, [-1.0] * 64, [-0.11325, 0.11325]),  # a reward of 1 or -1: twice the share
+        ([0.5] * 64, [0.5] * 64, [-0.02831, 0.02831]),  # all ties: half the share
+        ([1.0] + [0.0] * 20, [0.0] + [1.0] * 7 + [0.0] * 13, [0.026, 0.51723]),
+        ([0.25] * 64, [0.25] * 64, [0.0, 0.0]),  # no share: equal scores
+        ([0.0] * 3, [0.5, 1.0, 1.0], [0.5, 1.0]),  # part of a point is no share either
+    ],
+)
+def test_shares_have_a_shares_interval(baseline, policy, interval):
+    assert compare(baseline, policy, 0)["ci95"] == interval
+
+
+def test_the_bootstrap_needs_no_more_memory_for_more_prompts():
+    import tracemalloc
+
+    tracemalloc.start()
+    low, high = bootstrap_interval([i % 7 for i in range(20_000)], 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40e6 and 2.95 < low < 2.99 < 3.01 < high < 3.05  # 3 +- 1.96 * 2 / sqrt(20,000)
 
 
 def test_a_win_a_loss_and_a_tie():
@@ -236,7 +316,7 @@ def test_every_number_of_a_report(world, tiny, given, pair, capsys):
     }
     # of 2, -1, 1, 2: P(mean -1) = 1/256 and P(mean <= -1/2) = 5/256, P(mean <= 0) > 3%; P(mean 2) = 1/16
     assert comparison["gold_score"]["ci95"] == [-0.25, 2.0]
-    assert comparison["win_rate"]["ci95"] == [-0.25, 0.5]  # of 1/2, -1/2, 1/2, 1/2: P(-1/2) = 1/256, P(<= -1/4) = 5%
+    assert comparison["win_rate"]["ci95"] == [-0.19936, 0.45441]  # half of 3 up and 1 down in 4
 
     samples = report["samples"]
     assert [s["prompt"] for s in samples] == ["q0", "q1", "q2", "q3"]
@@ -257,7 +337,7 @@ def test_every_number_of_a_report(world, tiny, given, pair, capsys):
     for line in (
         "<td>gold score</td><td>1.500</td><td>2.500</td><td>+1.000</td><td>[-0.250, +2.000]</td>",
         "<td>reward score</td><td>-5.500</td><td>-8.250</td><td>-2.750</td>",
-        "<td>win rate</td><td>0.500</td><td>0.750</td><td>+0.250</td><td>[-0.250, +0.500]</td>",
+        "<td>win rate</td><td>0.500</td><td>0.750</td><td>+0.250</td><td>[-0.199, +0.454]</td>",
         "<td>gsm8k</td><td>0.500</td><td>0.750</td><td>+0.250</td>",
         "<td>cut off (share)</td><td>0.250</td><td>0.500</td><td>+0.250</td>",
         "4 held-out prompts, temperature 0.0; win rate judged by gold_score",
@@ -295,7 +375,7 @@ def test_max_prompts_takes_the_first(world, tiny, given, tmp_path):
     assert means(report)["gold_score"] == (0.5, 1.0, 0.5)
 
 
-def test_a_reward_models_scores_are_raw_and_of_the_text(world, tiny, given, tmp_path):
+def test_a_reward_models_scores_are_of_the_text_and_in_the_unit_of_training(world, tiny, given, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     report = evaluate(
@@ -311,12 +391,10 @@ def test_a_reward_models_scores_are_raw_and_of_the_text(world, tiny, given, tmp_
             ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
             with torch.no_grad():
                 wanted = plain.score(plain.model(ids).last_hidden_state[0, -1]).item()
-            assert sample[side]["reward_score"] == pytest.approx(wanted, abs=1e-4)
+            assert sample[side]["reward_score"] == pytest.approx((wanted - 7.0) / 3.0, abs=1e-4)
 
 
 def test_a_reward_model_of_another_template_is_refused(world, tiny, given, tmp_path):
-    import shutil
-
     shutil.copytree(world / "reward", tmp_path / "other")
     write_stats(tmp_path / "other", {"score_mean": 0.0, "score_std": 1.0, "template_fingerprint": "another"})
     cfg = run_config(
@@ -383,7 +461,10 @@ def test_a_model_is_as_good_as_itself(world, tiny, tmp_path):
         )
     )
     assert all(s["policy"]["response"] == s["baseline"]["response"] != "" for s in report["samples"])  # one seed
-    assert all(c["difference"] == 0 and c["ci95"] == [0, 0] for c in report["comparison"].values())
+    comparison = report["comparison"]
+    assert all(c["difference"] == 0 for c in comparison.values())
+    shares = {"truncated": [-0.4899, 0.4899], "win_rate": [-0.24495, 0.24495]}  # z^2 / (4 + z^2), and half of it
+    assert {name: c["ci95"] for name, c in comparison.items()} == dict.fromkeys(comparison, [0, 0]) | shares
     assert report["comparison"]["win_rate"]["policy"] == 0.5 and report["comparison"]["kl_per_token"]["policy"] == 0
 
 
@@ -434,3 +515,304 @@ def test_settings_that_make_no_sense_are_refused(world, tiny, tmp_path, changes,
     with pytest.raises(UserError, match=message):
         evaluate(run_config(world, tiny, "", output_dir=str(tmp_path / "out"), **changes))
     assert not (tmp_path / "out").exists()
+
+
+# --- one text, one score
+
+
+def by_shape(ids, mask):
+    """A forward whose scores depend on the batch, as those of low precision do."""
+    return mask.sum(1) + 0.01 * len(ids) + 0.0001 * ids.shape[1]
+
+
+def test_one_text_has_one_score_whatever_stands_beside_it():
+    rows = []
+
+    def forward(ids, mask):
+        rows.extend(ids.tolist())
+        return by_shape(ids, mask)
+
+    model = RewardModel(forward, byte_tokenizer(), CPU)
+    prompts, texts = [messages("q"), messages("qq")] * 4, ["a", "bb", "cc" * 9, "a", "a", "bb", "", "d" * 80]
+    scores = model.scores(prompts, texts, 4)
+    assert len(rows) == 6  # (q, a), (qq, bb), (q, cc), (qq, a), (q, ""), (qq, d): each once
+    for micro in (1, 3, 64):
+        alone = [model.scores([p], [t], micro)[0] for p, t in zip(prompts, texts)]
+        assert alone == scores == model.scores(prompts[::-1], texts[::-1], micro)[::-1]
+    assert scores[0] == scores[4] != scores[3] and scores[1] == scores[5]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reward_models_score_is_that_of_the_text_alone(world, dtype):
+    model = open_reward_model(str(world / "reward"), CPU, dtype)
+    prompts, texts = [messages(f"q{i}") for i in range(7)], ["yes", "no" * 20, "", "a" * 50, "b c", "d", "yes yes"]
+    together = model.scores(prompts, texts, 4)
+    assert together == [model.scores([p], [t], 1)[0] for p, t in zip(prompts, texts)]
+    assert len(set(together)) == 7
+
+
+def test_the_shape_of_a_batch_on_a_gpu_is_decided_by_the_rows_own_length():
+    model = RewardModel(by_shape, byte_tokenizer(), torch.device("cuda"))
+    rows = [(7,) * n for n in (3, 64, 65, 100, 128, 129, 200, 3, 64)]
+    seen = {}
+    for given in (rows, rows[::-1], rows[2:5], rows[:1], rows * 3):
+        for part, width in model.batches(given, 4):
+            for row in part:
+                assert seen.setdefault(row, (len(part), width)) == (4, width) and len(row) <= width < len(row) + 64
+        assert {row for part, _ in model.batches(given, 4) for row in part} == set(given)
+    assert {width for _, width in seen.values()} == {64, 128, 192, 256}
+    short = dataclasses.replace(model, positions=100)  # a model with learned positions has no more of them
+    assert short.batches([(7,) * 100, (7,) * 65, (7,) * 3], 1) == [
+        ([(7,) * n], w) for n, w in ((100, 100), (65, 100), (3, 64))
+    ]
+
+
+@pytest.mark.parametrize("n, forwards", [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_ranks_that_need_equally_many_forwards_get_them_whatever_is_equal(n, forwards):
+    calls = []
+
+    def forward(ids, mask):
+        calls.append(len(ids))
+        return by_shape(ids, mask)
+
+    model = RewardModel(forward, byte_tokenizer(), CPU, synced=True)
+    for texts in (["a"] * n, [str(i) for i in range(n)]):
+        calls.clear()
+        assert len(set(model.scores([messages("q")] * n, texts, 4))) <= 2 and len(calls) == forwards
+    assert len(set(model.scores([messages("q")] * n, ["a"] * n, 4))) == 1
+
+
+def noisy(prompts, responses, **columns):
+    noisy.calls.append(list(zip((prompt[-1]["content"] for prompt in prompts), responses, columns["id"])))
+    return [len(noisy.calls) + i / 100 for i in range(len(responses))]
+
+
+@pytest.mark.parametrize(
+    "after, asked",
+    [
+        (["x", "b", "y", "d"], [0, 2]),  # two answers are as they were
+        (["a", "b", "c", "d"], []),
+        (["w", "x", "y", "z"], [0, 1, 2, 3]),
+    ],
+)
+def test_an_equal_answer_is_a_tie_whatever_scores(world, tiny, monkeypatch, tmp_path, after, asked):
+    tokenizer, turns, noisy.calls = load_tokenizer(str(world / "policy")), [], []
+
+    def answers(model, prompts, *rest, **named):
+        turns.append(model)
+        return given_ids(tokenizer, [(text, True) for text in (["a", "b", "c", "d"], after)[len(turns) - 1]])
+
+    monkeypatch.setattr(stage, "generate", answers)
+    report = evaluate(
+        run_config(world, tiny, "", output_dir=str(tmp_path / "out"), gold_function="test_evaluate:noisy")
+    )
+    import test_evaluate  # the module that the stage imported, which is not this one
+
+    calls = test_evaluate.noisy.calls
+    assert calls[0] == [(f"q{i}", "abcd"[i], str(i)) for i in range(4)]
+    assert calls[1:] == ([[(f"q{i}", after[i], str(i)) for i in asked]] if asked else [])
+    ties = [s["policy"]["gold_score"] == s["baseline"]["gold_score"] for s in report["samples"]]
+    assert ties == [i not in asked for i in range(4)]
+    assert report["comparison"]["win_rate"]["policy"] == 0.5 + 0.5 * len(asked) / 4
+
+
+# --- what a reward model was trained with
+
+
+DATED = TEMPLATE.replace("{% for", "{{ strftime_now('%d %B %Y') }}\n{% for", 1)
+
+
+def on_day(monkeypatch, *date):
+    import datetime
+
+    from transformers.utils import chat_template_utils
+
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(*date)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Day)
+
+
+def tokenizer_with(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_template_that_prints_the_date_gives_one_text_one_score_every_day(world, monkeypatch, capsys, tmp_path):
+    folder, scores, prints = str(tmp_path / "reward"), [], []
+    shutil.copytree(world / "reward", folder)
+    tokenizer_with(DATED).save_pretrained(folder)
+    for date in ((2026, 5, 1), (2026, 9, 28)):
+        on_day(monkeypatch, *date)
+        tokenizer = load_tokenizer(folder)
+        if not scores:
+            stats = {"score_mean": 0.0, "score_std": 1.0, "template_fingerprint": template_fingerprint(tokenizer)}
+            write_stats(tmp_path / "reward", stats)
+        assert tokenizer.decode(encode_prompt(tokenizer, messages("q"))).startswith("26 July 2024\n<|start|>user\nq")
+        model = open_reward_model(folder, CPU, "float32")  # and is not refused
+        scores.append(model.scores([messages("q")] * 2, ["yes", "no"], 2))
+        prints.append(template_fingerprint(tokenizer))
+    assert scores[0] == scores[1] and prints[0] == prints[1] != template_fingerprint(byte_tokenizer())
+    assert prints[0] != template_fingerprint(tokenizer_with(DATED.replace("%B", "%b")))
+    said = f"the chat template of {folder} prints the date; all stages read it as 26 Jul 2024"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+
+
+def test_a_fingerprint_is_that_of_the_ids():
+    one = template_fingerprint(byte_tokenizer())
+    comment = tokenizer_with("{# a comment that writes nothing #}" + TEMPLATE)
+    assert template_fingerprint(comment) == one == template_fingerprint(byte_tokenizer())
+    for changed in (
+        TEMPLATE.replace("<|start|>assistant", "<|start|> assistant"),  # the header
+        TEMPLATE.replace("<|end|>\n", "<|end|>"),
+        TEMPLATE.replace("m['content']", "m['content'] | trim | replace('2', 'two')"),  # of a later turn
+        TEMPLATE.replace("{% for m", "{% if messages|length > 2 %}x{% endif %}{% for m"),
+        "{% if messages[0].role == 'system' %}s{% endif %}" + TEMPLATE,
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + TEMPLATE,
+    ):
+        assert template_fingerprint(tokenizer_with(changed)) != one, changed
+    larger, other_end = byte_tokenizer(), byte_tokenizer()
+    larger.add_tokens(["<|more|>"])
+    other_end.eos_token = "<|start|>"
+    assert len({one, *map(template_fingerprint, (larger, other_end))}) == 3
+    with pytest.raises(UserError, match="the chat template cannot write one user turn: never"):
+        template_fingerprint(tokenizer_with("{{ raise_exception('never') }}"))
+
+
+def test_of_several_named_templates_the_default_one_counts(world, tiny, given, tmp_path):
+    named = {"default": TEMPLATE, "tool_use": "tools: " + TEMPLATE}
+    one = template_fingerprint(byte_tokenizer())
+    assert template_fingerprint(tokenizer_with(named)) == one
+    assert template_fingerprint(tokenizer_with(named | {"tool_use": "x"})) == one
+    assert template_fingerprint(tokenizer_with(named | {"default": "x" + TEMPLATE})) != one
+    for name in ("reward", "policy"):
+        shutil.copytree(world / name, tmp_path / name)
+        tokenizer_with(named).save_pretrained(tmp_path / name)
+    cfg = run_config(world, tiny, "", output_dir=str(tmp_path / "out"), max_prompts=2)
+    cfg = dataclasses.replace(
+        cfg,
+        policy=ModelConfig(str(tmp_path / "policy"), dtype="float32"),
+        reward_model=RewardConfig(path=str(tmp_path / "reward")),
+    )
+    assert evaluate(cfg)["comparison"]["reward_score"]["n"] == 2
+    tokenizer_with(named | {"default": "x" + TEMPLATE}).save_pretrained(tmp_path / "reward")
+    with pytest.raises(UserError, match="another chat template or tokenizer than its folder holds"):
+        open_reward_model(str(tmp_path / "reward"), CPU)
+    tokenizer_with({"rag": TEMPLATE, "tool_use": TEMPLATE}).save_pretrained(tmp_path / "none")
+    with pytest.raises(UserError, match="has chat templates rag, tool_use and none named default"):
+        load_tokenizer(str(tmp_path / "none"))
+
+
+def older_fingerprint(tokenizer) -> str:
+    """As folders of earlier versions hold it."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    text = "\0".join([tokenizer.chat_template, str(tokenizer.eos_token_id), vocabulary])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def test_older_folders_are_read_where_their_fingerprint_says_enough(tmp_path):
+    stats = {"score_mean": 1, "score_std": 2.0}
+    for template, accepted in ((TEMPLATE, True), (DATED, False)):
+        tokenizer = tokenizer_with(template)
+        write_stats(tmp_path, stats | {"template_fingerprint": older_fingerprint(tokenizer)})
+        if accepted:
+            assert score_scale(str(tmp_path), tokenizer) == (1.0, 2.0)
+        else:
+            with pytest.raises(UserError, match="its scores would mean nothing; train it again"):
+                score_scale(str(tmp_path), tokenizer)
+        assert score_scale(str(tmp_path)) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("{", "JSONDecodeError"),
+        ("[1, 2]", "TypeError"),
+        ('{"score_mean": 1.0, "template_fingerprint": "x"}', "KeyError\\('score_std'\\)"),
+        ('{"score_mean": 1.0, "score_std": 2.0}', "KeyError\\('template_fingerprint'\\)"),
+        ('{"score_mean": null, "score_std": 2.0, "template_fingerprint": "x"}', "TypeError"),
+        ('{"score_mean": NaN, "score_std": 2.0, "template_fingerprint": "x"}', "mean nan"),
+        ('{"score_mean": 1, "score_std": Infinity, "template_fingerprint": "x"}', "deviation inf"),
+        ('{"score_mean": 1, "score_std": -2, "template_fingerprint": "x"}', "deviation -2.0"),
+        ('{"score_mean": 1, "score_std": 2, "temperature": 0, "template_fingerprint": "x"}', "temperature 0.0"),
+    ],
+)
+def test_unusable_stats_are_named(tmp_path, text, why):
+    (tmp_path / "reward_stats.json").write_text(text)
+    with pytest.raises(UserError, match=f"reward_stats.json says nothing usable \\(.*{why}") as caught:
+        read_stats(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_reader_of_a_reward_model_checks_it(world, tiny, tmp_path, capsys, preferences):
+    from dataprep.filter import FilterConfig, filter_pairs
+    from train_ppo import CriticConfig, build_roles
+
+    other, bare = tmp_path / "other", tmp_path / "bare"
+    for folder in (other, bare):
+        shutil.copytree(world / "reward", folder)
+    tokenizer_with("x" + TEMPLATE).save_pretrained(other)
+    (bare / "reward_stats.json").unlink()
+    refused = "another chat template or tokenizer than its folder holds"
+    settings = FilterConfig(preferences, str(other), str(tmp_path / "filtered"))
+    with pytest.raises(UserError, match=refused):
+        filter_pairs(settings)
+    with pytest.raises(UserError, match=refused):
+        evaluate(
+            run_config(world, tiny, "", output_dir=str(tmp_path / "o"), reward_model=RewardConfig(path=str(other)))
+        )
+    assert not (tmp_path / "o").exists() and not (tmp_path / "filtered").exists()
+    write_stats(other, {"score_mean": 0.0, "score_std": 1.0, "template_fingerprint": "trained otherwise"})
+    critic = ppo_config(tiny, critic=CriticConfig("separate", path=str(other)))
+    with pytest.raises(UserError, match="another chat template or tokenizer than the policy has"):
+        build_roles(critic, CPU)
+    capsys.readouterr()
+    for _ in range(2):
+        open_reward_model(str(bare), CPU, "float32")
+    line = f"{bare} has no reward_stats.json: its scores are used as they are, and its chat template is not checked"
+    assert capsys.readouterr().out.splitlines() == [line]
+
+
+# --- embeddings of different sizes
+
+
+@pytest.mark.parametrize("rows", [(320, 259), (259, 320), (320, 288), (320, 320)])
+def test_kl_of_models_with_spare_rows_is_over_the_rows_of_both(rows):
+    policy, baseline = (tiny_llama(seed, vocab_size=n).eval() for seed, n in enumerate(rows))
+    known = min(rows)
+
+    def by_hand(prompt, response):
+        end = next((i for i, token in enumerate(response) if token >= known), len(response) - 1)
+        read = [*prompt, *response[:end]]
+        with torch.no_grad():
+            logits = [m(torch.tensor([read])).logits[0, :, :known].double() for m in (policy, baseline)]
+        p, q = (x.log_softmax(-1)[len(prompt) - 1 :] for x in logits)
+        return (p.exp() * (p - q)).sum(-1).mean().item()
+
+    responses = [[3, 200, 17, 2], [known - 1], [61, 300, 63, 2], [319, 2], [5, 6, known, known + 1]]
+    responses = [[min(token, rows[0] - 1) for token in response] for response in responses]
+    wanted = [by_hand(*row) for row in zip(PROMPTS, responses)]
+    assert kl_per_token(policy, baseline, PROMPTS, responses, 2) == pytest.approx(wanted, rel=1e-4)
+    assert len({round(kl, 6) for kl in wanted}) == 5
+
+
+def test_a_policy_with_more_rows_than_its_baseline_is_compared(world, tiny, tmp_path):
+    tiny_llama(1, vocab_size=320).save_pretrained(tmp_path / "wide")
+    byte_tokenizer().save_pretrained(tmp_path / "wide")
+    for name, policy, baseline in (("a", str(tmp_path / "wide"), tiny), ("b", tiny, str(tmp_path / "wide"))):
+        report = evaluate(
+            run_config(
+                world,
+                tiny,
+                "",
+                policy=ModelConfig(policy, dtype="float32"),
+                baseline=ModelConfig(baseline, dtype="float32"),
+                output_dir=str(tmp_path / name),
+                temperature=5.0,  # so that rows without a token are drawn
+                rules=["gsm8k"],
+            )
+        )
+        assert report["comparison"]["kl_per_token"]["policy"] > 0.01

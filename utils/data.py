@@ -1,5 +1,6 @@
 """Reading what prepare_data.py wrote, and the functions that turn a dialogue into token ids: all stages use these."""
 
+import datetime
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from utils.config import UserError
 
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26)  # else one text would have other ids, and another score, every day
 COLUMNS = {
     "preference": ("id", "source", "prompt", "chosen", "rejected", "margin", "metadata"),
     "prompts": ("id", "source", "prompt", "ground_truth", "reference", "metadata"),
@@ -23,7 +25,8 @@ def encode_dialogues(tokenizer, dialogues: list[list[dict]]) -> list[list[int]]:
     """Ids of each dialogue: chat template with the assistant's header, and exactly one bos for models that have one.
 
     Neighbouring texts never meet inside a token: a response is encoded apart from its prompt, everywhere. Control
-    tokens come from the template alone: a message that holds the text of one keeps it as text.
+    tokens come from the template alone: a message that holds the text of one keeps it as text. A template
+    that prints the date always gets one and the same.
     """
     answer_opening(tokenizer, str(tokenizer.chat_template))  # says what is wrong with the template
     texts = render(tokenizer, dialogues)
@@ -69,7 +72,9 @@ def decode_response(tokenizer, ids: list[int]) -> str:
 
 def render(tokenizer, dialogue: list, header: bool = True):
     """The chat template's text of one dialogue, or of each of a list."""
-    return tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=header)
+    return tokenizer.apply_chat_template(
+        dialogue, tokenize=False, add_generation_prompt=header, strftime_now=TEMPLATE_DATE.strftime
+    )
 
 
 @lru_cache(16)

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from utils.config import LoraOptions, ModelConfig, UserError
+from utils.data import TEMPLATE_DATE, encode_dialogues
 from utils.files import locked, replacing, write_json
 from utils.tensors import round_randomly, token_entropy, token_logprobs
+from utils.tracking import say_once
 
 # A model without a chat template gets this one. Each turn ends with the eos token, as each response does.
 PLAIN_TEMPLATE = (
@@ -29,6 +32,15 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 STATS_FILE = "reward_stats.json"  # beside a reward model: what its scores mean
+FIXED_DIALOGUES = [  # what a template's fingerprint is made of; the first one every template can write
+    [{"role": "user", "content": "Name a colour."}],
+    [
+        {"role": "user", "content": "Name a colour."},
+        {"role": "assistant", "content": "Blue."},
+        {"role": "user", "content": "And 2 more?"},
+    ],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}],
+]
 LOGITS_CHUNK = 256  # positions projected to the vocabulary at a time
 
 
@@ -97,6 +109,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):
         raise UserError(f"the tokenizer of {path} has no eos token, so responses could not end; set one and save it")
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        raise UserError(f"the tokenizer of {path} has chat templates {names} and none named default; name one so")
+    if "strftime_now" in str(tokenizer.chat_template):
+        say_once(f"the chat template of {path} prints the date; all stages read it as {TEMPLATE_DATE:%d %b %Y}")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _spare_token(tokenizer) or tokenizer.eos_token
     return tokenizer
@@ -121,15 +138,38 @@ def pad_apart_from_eos(tokenizer):
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         words = sorted(tokenizer.get_vocab().items(), key=lambda item: -item[1])
         tokenizer.pad_token = next(
-            word for word, token in words if token != tokenizer.eos_token_id and re.match("[\u0120\u2581].", word)
+            (word for word, token in words if token != tokenizer.eos_token_id and re.match("[\u0120\u2581].", word)),
+            tokenizer.pad_token,
         )
     return tokenizer
 
 
 def template_fingerprint(tokenizer) -> str:
-    """A short hash of all that decides the ids of a dialogue: template, eos and vocabulary."""
+    """A short hash of what decides the ids of a dialogue: those of three fixed ones, eos and vocabulary.
+
+    So it is the template that training uses which counts, whatever its name, and no comment or line break in it.
+    """
+    ids = []
+    for dialogue in FIXED_DIALOGUES:
+        try:
+            ids.append(encode_dialogues(tokenizer, [dialogue]))
+        except Exception as error:  # templates refuse what they do not know by errors of their own, as a system turn
+            if len(dialogue) == 1:
+                raise UserError(f"the chat template cannot write one user turn: {first_line(error)}") from None
+            ids.append(None)
+    return _short_hash(json.dumps([ids, tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items())]))
+
+
+def _older_fingerprint(tokenizer) -> str | None:
+    """As folders of earlier versions hold it, of the template's own text; None where that text did not fix the ids."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or "strftime_now" in template:
+        return None
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    text = "\0".join([tokenizer.chat_template, str(tokenizer.eos_token_id), vocabulary])
+    return _short_hash("\0".join([template, str(tokenizer.eos_token_id), vocabulary]))
+
+
+def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -735,16 +775,38 @@ def add_reward_adapter(model: nn.Module, path: str, adapter: str) -> ScalarHead:
 # ---------------------------------------------------------------------------------------------- what scores mean
 
 
-def read_stats(path: str) -> dict | None:
-    """What the scores of a reward model mean (`reward_stats.json` beside it), or None if nobody measured it."""
+def read_stats(path: str, tokenizer=None, holder: str = "its folder holds") -> dict | None:
+    """What the scores of a reward model mean (`reward_stats.json` beside it), or None if nobody measured it.
+
+    tokenizer: what the model is about to read by, and holder says whose it is. Raises UserError where dialogues would
+    have other ids than in the model's training, and where the file's numbers cannot scale a score.
+    """
     file = Path(path) / STATS_FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        stats = {"temperature": 1.0} | json.loads(file.read_text(encoding="utf-8"))
+        mean, std, temperature = (float(stats[name]) for name in ("score_mean", "score_std", "temperature"))
+        known = stats["template_fingerprint"]
+        if not (math.isfinite(mean) and 0 <= std < math.inf and 0 < temperature < math.inf):
+            raise ValueError(f"mean {mean}, deviation {std}, temperature {temperature}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} says nothing usable ({error!r}); train_reward.py writes it anew") from None
+    if tokenizer is not None and known not in (template_fingerprint(tokenizer), _older_fingerprint(tokenizer)):
+        raise UserError(
+            f"{path} was trained with another chat template or tokenizer than {holder}, "
+            "so its scores would mean nothing; train it again"
+        )
+    return stats | {"score_mean": mean, "score_std": max(std, 1e-6), "temperature": temperature}
 
 
-def score_scale(path: str) -> tuple[float, float]:
-    """Mean and deviation of a reward model's scores on its held-out data; (0, 1) if nobody measured them."""
-    stats = read_stats(path)
-    return (stats["score_mean"], max(stats["score_std"], 1e-6)) if stats else (0.0, 1.0)
+def score_scale(path: str, tokenizer=None) -> tuple[float, float]:
+    """Mean and deviation of a reward model's scores on its held-out data; (0, 1) if nobody measured them.
+
+    tokenizer: the policy's, where the model will read the policy's tokens; see `read_stats`.
+    """
+    stats = read_stats(path, tokenizer, "the policy has")
+    return (stats["score_mean"], stats["score_std"]) if stats else (0.0, 1.0)
 
 
 def write_stats(path: Path, stats: dict) -> None:

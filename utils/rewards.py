@@ -1,6 +1,7 @@
 """Where scores come from: a reward model, a rule, or a Python function. Scores are one number a response."""
 
 import importlib
+import itertools
 import math
 import re
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor
 from utils.config import ModelConfig, UserError
 from utils.data import encode_prompt, encode_response
 from utils.models import (
+    STATS_FILE,
     arithmetic,
     last_hidden,
     load_reward_model,
@@ -24,12 +26,10 @@ from utils.models import (
     max_positions,
     read_stats,
     score_at_end,
-    score_scale,
-    template_fingerprint,
     trunk_of,
 )
-from utils.tensors import longest_first, pad_rows
-from utils.tracking import progress_bar
+from utils.tensors import pad_rows
+from utils.tracking import progress_bar, say_once
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,9 @@ def function_scorer(name: str) -> Scorer:
     return scorer
 
 
+WIDTH_STEP = 64  # tokens
+
+
 @dataclass(frozen=True)
 class RewardModel:
     """A reward model that is ready to score texts, and what its scores mean."""
@@ -199,29 +202,52 @@ class RewardModel:
     std: float = 1.0
     temperature: float = 1.0
     """probability that a is better than b = sigmoid((a - b) / temperature), in raw scores"""
+    synced: bool = False
+    """other ranks run the same forwards beside this one (ZeRO-3)"""
 
     @torch.no_grad()
     def scores(self, prompts: list[list[dict]], responses: list[str], micro_batch_size: int, bar=None) -> list[float]:
         """Raw scores: each response is encoded by its text as in reward training, with eos at its end.
 
-        Raises UserError on a score that is not finite.
+        Equal texts are scored once, so they have one score. Raises UserError on a score that is not finite.
         """
         own, most = self.tokenizer, self.positions
         rows = [encode_prompt(own, p) + encode_response(own, r) for p, r in zip(prompts, responses)]
-        rows = [row if most is None or len(row) <= most else [*row[: most - 1], row[-1]] for row in rows]
-        scores = [0.0] * len(rows)
-        for part in longest_first([len(row) for row in rows], micro_batch_size):
-            ids, mask = pad_rows([rows[i] for i in part], self.tokenizer.pad_token_id, torch.long)
-            for i, score in zip(part, self.forward(ids.to(self.device), mask.to(self.device)).tolist()):
-                scores[i] = score
+        rows = [tuple(row if most is None or len(row) <= most else [*row[: most - 1], row[-1]]) for row in rows]
+        found: dict[tuple[int, ...], float] = {}
+        if bar is not None:
+            bar.update(len(rows) - len(set(rows)))
+        for part, width in self.batches(rows, micro_batch_size):
+            ids, mask = pad_rows(part, own.pad_token_id, torch.long, width)
+            found |= zip(part, self.forward(ids.to(self.device), mask.to(self.device)).tolist())
             if bar is not None:
-                bar.update(len(part))
-        for response, score in zip(responses, scores):
-            if not math.isfinite(score):
+                bar.update(len(set(part)))
+        for response, row in zip(responses, rows):
+            if not math.isfinite(found[row]):
                 raise UserError(
-                    f"the reward model gives {score} to the response {response[:80]!r}; try model.dtype float32"
+                    f"the reward model gives {found[row]} to the response {response[:80]!r}; try model.dtype float32"
                 )
-        return scores
+        return [found[row] for row in rows]
+
+    def batches(self, rows: list[tuple[int, ...]], size: int) -> list[tuple[list[tuple[int, ...]], int]]:
+        """The different rows in batches, the longest first, and the width to pad each to.
+
+        Low precision rounds by a batch's shape, which therefore a row's own length alone decides: on a CPU rows go one
+        by one, on a GPU in full batches (the last one with copies) of widths in steps. Under ZeRO-3, where all ranks
+        need as many forwards, in batches as they come, as many as without equal rows.
+        """
+        order = sorted(dict.fromkeys(rows), key=len, reverse=True)
+        if self.synced:
+            parts = [order[i : i + size] for i in range(0, len(order), size)]
+            parts += parts[:1] * (-(-len(rows) // size) - len(parts))
+            return [(part, len(part[0])) for part in parts]
+        size, step = (1, 1) if self.device.type == "cpu" else (size, WIDTH_STEP)
+        batches, most = [], self.positions or math.inf
+        for steps, group in itertools.groupby(order, lambda row: -(-len(row) // step)):
+            alike = list(group)
+            parts = [alike[i : i + size] for i in range(0, len(alike), size)]
+            batches += [(part + part[:1] * (size - len(part)), min(steps * step, most)) for part in parts]
+        return batches
 
     def scorer(self, micro_batch_size: int, scaled: bool = False, bar: bool = False) -> Scorer:
         """scaled: shift and scale to mean 0 and deviation 1 on held-out data. bar: show progress."""
@@ -259,16 +285,13 @@ def open_reward_model(
                 hidden = last_hidden(model, ids, mask)
             return score_at_end(model.score, hidden, mask)
 
-    own, stats = load_tokenizer(path) if tokenizer is None else tokenizer, read_stats(path)
+    own = load_tokenizer(path) if tokenizer is None else tokenizer
+    stats = read_stats(path, own, "its folder holds" if tokenizer is None else "the policy has")
     if stats is None:
+        say_once(f"{path} has no {STATS_FILE}: its scores are used as they are, and its chat template is not checked")
         return RewardModel(forward, own, device, positions)
-    if stats["template_fingerprint"] != template_fingerprint(own):
-        raise UserError(
-            f"{path} was trained with another chat template or tokenizer than "
-            f"{'its folder holds' if tokenizer is None else 'the policy has'}, "
-            "so its scores would mean nothing; train it again"
-        )
-    return RewardModel(forward, own, device, positions, *score_scale(path), stats.get("temperature", 1.0))
+    scale = stats["score_mean"], stats["score_std"], stats["temperature"]
+    return RewardModel(forward, own, device, positions, *scale)
 
 
 def open_scorer(

@@ -41,9 +41,9 @@ def token_entropy(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1) - (F.softmax(logits, -1) * logits).sum(-1)
 
 
-def pad_rows(rows: list, value, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Lists of different lengths -> right-padded (B, T) tensor and its boolean mask."""
-    width = max((len(row) for row in rows), default=0)
+def pad_rows(rows: list, value, dtype: torch.dtype, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Lists of different lengths -> right-padded (B, T) tensor and its boolean mask; T is at least `width`."""
+    width = max(width, *(len(row) for row in rows), 0)
     padded = torch.full((len(rows), width), value, dtype=dtype)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
     for i, row in enumerate(rows):

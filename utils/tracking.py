@@ -1,6 +1,7 @@
 """What a run shows and writes while it goes: progress bars, metrics.jsonl, TensorBoard."""
 
 import dataclasses
+import functools
 import json
 import os
 import resource
@@ -10,6 +11,13 @@ from pathlib import Path
 
 from utils.config import flatten
 from utils.files import write_text
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """A line on the terminal, by the first rank, once a process."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)
 
 
 def progress_bar(iterable=None, label: str = "", unit: str = "it", total: int | None = None, initial: int = 0):
