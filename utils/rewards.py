@@ -32,6 +32,14 @@ from utils.tensors import longest_first, pad_rows
 from utils.tracking import progress_bar
 
 
+class BadScore(UserError):
+    """A score that is not finite, among the `scores` of all responses."""
+
+    def __init__(self, message: str, scores: list[float]):
+        super().__init__(message)
+        self.scores = scores
+
+
 @dataclass(frozen=True)
 class RewardConfig:
     """What responses are scored by."""
@@ -177,9 +185,13 @@ def function_scorer(name: str) -> Scorer:
         if len(scores) != len(responses):
             raise UserError(f"reward function {name} returned {len(scores)} scores for {len(responses)} responses")
         for i, score in enumerate(scores):
-            if not isinstance(score, SupportsFloat) or not math.isfinite(score):
+            if not isinstance(score, SupportsFloat):
                 raise UserError(f"reward function {name} returned {score} for the response {responses[i][:80]!r}")
-        return [float(score) for score in scores]
+        scores = [float(score) for score in scores]
+        for response, score in zip(responses, scores):
+            if not math.isfinite(score):
+                raise BadScore(f"reward function {name} returned {score} for the response {response[:80]!r}", scores)
+        return scores
 
     return scorer
 
@@ -218,8 +230,9 @@ class RewardModel:
                 bar.update(len(part))
         for response, score in zip(responses, scores):
             if not math.isfinite(score):
-                raise UserError(
-                    f"the reward model gives {score} to the response {response[:80]!r}; try model.dtype float32"
+                raise BadScore(
+                    f"the reward model gives {score} to the response {response[:80]!r}; try model.dtype float32",
+                    scores,
                 )
         return scores
 
