@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -357,7 +358,7 @@ def test_a_bad_score_is_named_and_the_run_can_go_on(tiny, preferences, tmp_path,
     cfg = bad_config(tiny, preferences, tmp_path / "run", value, {2}, total_steps=2)
     chosen = train_ppo.prompt_order(len(load_prompts(preferences, "train")), 8, 8, 0)
     row = load_prompts(preferences, "train")[chosen[0]]["id"]
-    with pytest.raises(UserError, match=f"step 2: the score of row {row} is {value:g}.*leave the row out.*guards"):
+    with pytest.raises(UserError, match=f"step 2: the score of row {row} is {re.escape(f'{value:g}')}, .*guards"):
         train(cfg)
     BAD["seen"] = 1  # the same draw again
     guarded = dataclasses.replace(cfg, resume="auto", guards=GuardConfig(enabled=True, update_kl=None))
@@ -421,8 +422,8 @@ def test_stage_2_stops_before_a_bad_update(tiny, preferences, tmp_path, monkeypa
 
     def breaks(chosen, rejected, margin=None):
         value, metrics = loss(chosen, rejected, margin)
-        calls.append(1)
-        if len(calls) == 3:
+        calls.extend([] if margin is None else [1])  # an evaluation has no margins
+        if margin is not None and len(calls) == 3:
             value = value * math.nan if kind == "loss" else value + (chosen * 0).sqrt().sum()  # 0, slope without end
         return value, metrics
 
