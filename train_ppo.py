@@ -920,15 +920,12 @@ def micro_batches(run: Run, rows: list[int], rollouts, tensors) -> Iterator[tupl
     All ranks get equally many; one without rows left gets the shortest once more, with a share of 0.
     """
     rows = [rows[i] for i in longest_first([tokens_of(rollouts[r]) for r in rows], len(rows))[0]]
-    micro, world, total = (
-        run.cfg.ppo_micro_batch_size_per_gpu,
-        run.accelerator.num_processes,
-        tensors["mask"][rows].sum(),
-    )
+    micro, world = run.cfg.ppo_micro_batch_size_per_gpu, run.accelerator.num_processes
+    total = int(tensors["mask"][rows].sum())
     mine, most = rows[run.accelerator.process_index :: world], math.ceil(len(rows) / world)
     for i in range(0, most, micro):
         part = mine[i : i + micro]
-        share = (tensors["mask"][part].sum() / total).item()
+        share = int(tensors["mask"][part].sum()) / total
         part = part or rows[-1:]
         width = int(tensors["mask"][part].sum(1).max())
         old = {name: tensor[part, :width].to(run.device) for name, tensor in tensors.items()}

@@ -510,6 +510,12 @@ def test_temperature_with_mistakes_that_are_near_misses_is_not_the_edge():
     assert 0.1 < fit_temperature(differences) < 1.5
 
 
+def test_a_small_disagreement_with_a_model_without_mistakes_is_no_contradiction():
+    """Of a model that is right in 100 pairs by 5, a pair at -1 is right with probability 0.23, at -5 with 0.002."""
+    temperature = fit_temperature([5.0] * 100)
+    close([1 / (1 + math.exp(d / temperature)) for d in (1.0, 5.0)], [0.2317, 1 / 402], 1e-4)
+
+
 def test_temperature_at_the_limits():
     assert fit_temperature([0.0] * 9) == 1.0
     assert fit_temperature([-2.0] * 9) == pytest.approx(200.0)  # worse than chance: nothing is likely
