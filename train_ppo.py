@@ -24,7 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from utils import contracts, launch, models, saving, tracking
-from utils.checkpoint import load_checkpoint, rewrite_state, save_checkpoint, step_name
+from utils.checkpoint import (
+    check_same_inputs,
+    clean_checkpoints,
+    fingerprints,
+    load_checkpoint,
+    rewrite_state,
+    save_checkpoint,
+    step_name,
+)
 from utils.config import (
     AtLeast0,
     Count,
@@ -43,13 +51,22 @@ from utils.files import replacing, write_text
 from utils.guards import GO_ON, GuardConfig, Guards, Verdict
 from utils.models import RoleModel
 from utils.report import curves_svg, first_and_last, folded, page, table
-from utils.rewards import RewardConfig, Scorer, check_ground_truth, check_reward_config, open_reward_model, open_scorer
+from utils.rewards import (
+    BadScore,
+    RewardConfig,
+    Scorer,
+    check_ground_truth,
+    check_reward_config,
+    open_reward_model,
+    open_scorer,
+)
 from utils.rollout import Sampling, generate_with_logprobs
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
-from utils.tensors import longest_first, masked_mean, masked_variance, masked_whiten, pad_rows
+from utils.tensors import ROUNDING, centred, longest_first, masked_mean, masked_variance, masked_whiten, pad_rows
 from utils.tracking import Metrics, Timer, peak_memory_gb, progress_bar, read_metrics
 
 KL_COEF_BOUNDS = (1e-4, 10.0)  # the controller never leaves these
+MAX_TOKEN_KL = 10.0  # nats of k3 that one token adds to the measured KL: its exponential would outweigh a whole step
 NO_SCORES = {"count": 0, "mean": 0.0, "m2": 0.0}  # moments of the run's scores before the first
 
 
@@ -117,7 +134,7 @@ class AlgorithmConfig:
 
     adv_estimator: Literal["gae", "rloo", "grpo"] = "gae"
     """gae: with a critic (Schulman et al. 2016). rloo: reward minus the mean of the prompt's other responses
-    (Ahmadian et al. 2024). grpo: reward whitened among the prompt's responses (Shao et al. 2024). The last two need
+    (Ahmadian et al. 2024). grpo: score whitened among the prompt's responses (Shao et al. 2024). The last two need
     rollout.n > 1"""
     gamma: Share = 1.0
     """gae: discount a token"""
@@ -139,7 +156,8 @@ class AlgorithmConfig:
     kl_coef: AtLeast0 = 0.05
     """reward units (or loss units) a nat of KL to the reference, on each token"""
     kl_in: Literal["reward", "loss"] = "reward"
-    """where KL to the reference is paid"""
+    """where KL to the reference is paid. reward with grpo, which whitens the scores alone: taken off each token's
+    advantage after that"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """of log r = log ref - log policy (Schulman 2020): k1 -log r, k2 (log r)^2 / 2, k3 r - 1 - log r; null = k1 in
     the reward, k3 in the loss"""
@@ -261,22 +279,15 @@ def check_critic(cfg: PPOConfig) -> None:
 
 def count_steps(cfg: PPOConfig, n_rows: int, world: int) -> int:
     """Check the batch sizes against each other and return the number of steps."""
-    batch, mini, micro = cfg.train_batch_size, cfg.ppo_mini_batch_size, cfg.ppo_micro_batch_size_per_gpu
-    n, problems = cfg.rollout.n, []
+    batch, mini, n, problems = cfg.train_batch_size, cfg.ppo_mini_batch_size, cfg.rollout.n, []
     if batch % n:
         problems.append(f"train_batch_size {batch} is not a multiple of rollout.n {n}")
     if batch % mini:
         problems.append(f"train_batch_size {batch} is not a multiple of ppo_mini_batch_size {mini}")
-    if mini % (micro * world):
-        problems.append(
-            f"ppo_mini_batch_size {mini} is not a multiple of ppo_micro_batch_size_per_gpu {micro} x {world} rank(s) "
-            f"= {micro * world}"
-        )
+    if batch < world:
+        problems.append(f"train_batch_size {batch} is below the {world} processes: launch fewer")
     if problems:
-        raise UserError(
-            f"{'; '.join(problems)} (train_batch_size = mini-batches x ppo_mini_batch_size; "
-            "ppo_mini_batch_size = micro-batches x ppo_micro_batch_size_per_gpu x ranks)"
-        )
+        raise UserError("; ".join(problems))
     if cfg.total_steps is not None:
         return cfg.total_steps
     return math.ceil(n_rows * cfg.total_epochs / (batch // n))
@@ -318,15 +329,19 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 def rloo_advantages(rewards: Tensor, n: int) -> Tensor:
     """Reward minus the mean of the n - 1 other responses to the prompt: (B,) in groups of n -> (B,)."""
-    groups = rewards.view(-1, n)
-    return (groups - (groups.sum(1, keepdim=True) - groups) / (n - 1)).view(-1)
+    groups = centred_groups(rewards, n)
+    return (groups * (n / (n - 1))).view(-1).to(rewards.dtype)
 
 
 def grpo_advantages(rewards: Tensor, n: int) -> Tensor:
     """Rewards with mean 0 and deviation 1 (population) in each group of n: (B,) -> (B,); equal ones give 0."""
-    groups = rewards.view(-1, n)
-    centred = groups - groups.mean(1, keepdim=True)
-    return (centred * torch.rsqrt((centred**2).mean(1, keepdim=True) + 1e-8)).view(-1)
+    groups = centred_groups(rewards, n)
+    return (groups * torch.rsqrt((groups**2).mean(1, keepdim=True) + 1e-8)).view(-1).to(rewards.dtype)
+
+
+def centred_groups(rewards: Tensor, n: int) -> Tensor:
+    """(B,) in groups of n -> (B / n, n) in float64, minus the group's mean; exactly 0 where all are equal."""
+    return centred(rewards.view(-1, n), torch.ones(len(rewards) // n, n, dtype=torch.bool, device=rewards.device))
 
 
 def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
@@ -418,7 +433,8 @@ def shape_scores(
     moments["mean"] += shift * batch / total
     moments["count"] = total
     if cfg.normalize:
-        scores = (scores - moments["mean"]) / max((moments["m2"] / total) ** 0.5, 1e-6)
+        smallest = max(1e-6, ROUNDING * abs(moments["mean"]))
+        scores = (scores.double() - moments["mean"]).float() / max((moments["m2"] / total) ** 0.5, smallest)
     if cfg.clip is not None:
         scores = scores.clamp(-cfg.clip, cfg.clip)
     return scores - cfg.missing_eos_penalty * (~ended) - cfg.length_penalty * lengths
@@ -637,7 +653,8 @@ def start(cfg: PPOConfig) -> Run:
     if zero3:
         checks = contracts.check_start(roles, cfg.model.path, probe, few)
     tracking.start_trackers(accelerator, cfg)
-    state = new_state(cfg)
+    paths = {"model.path": cfg.model.path, "reward_model.path": cfg.reward_model.path, "critic.path": cfg.critic.path}
+    state = new_state(cfg) | {"base_lr": base_lr, "inputs": fingerprints({"data": cfg.data, **paths})}
     guards = Guards(cfg.guards, folder, state, accelerator.is_main_process)
     run = Run(cfg, accelerator, roles, model, optimizer, guards, state, tokenizer.pad_token_id)
     run.tokenizer, run.stop_ids = tokenizer, stop_ids
@@ -645,7 +662,18 @@ def start(cfg: PPOConfig) -> Run:
     run.total_steps, run.base_lr, run.checks = total_steps, base_lr, checks
     partial = cfg.resume == "partial"
     restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), partial) if cfg.resume else None
-    state |= restored or {}
+    if restored:
+        check_same_inputs(restored, state, folder)
+        if restored["step"] > total_steps:
+            raise UserError(
+                f"{folder} is at step {restored['step']}, beyond {total_steps}; set total_steps to {restored['step']} "
+                "or more, or choose another output_dir"
+            )
+        state |= restored
+        if state["base_lr"] != base_lr:  # what roll-backs left of another lr does not count
+            state |= {"base_lr": base_lr, "lr_scale": 1.0}
+        guards.forget_later()
+        clean_checkpoints(folder, accelerator, state["step"], cfg.keep_last)
     run.metrics = Metrics(folder, accelerator, state["step"])
     if cfg.guards.enabled and restored is None:  # there must always be something to go back to
         save_checkpoint(folder, accelerator, model, optimizer, state, cfg.keep_last)
@@ -663,8 +691,8 @@ def describe(run: Run, trained: int) -> None:
     )  # fmt: skip
     print(
         f"{len(run.rows)} prompts; {run.total_steps} steps of {batch // n} prompts x {n} = {batch} responses; "
-        f"{cfg.ppo_epochs} epoch(s) x {batch // mini} mini-batch(es) of {mini} = {mini // (micro * world)} "
-        f"micro-batch(es) of {micro} x {world} rank(s)"
+        f"{cfg.ppo_epochs} epoch(s) x {batch // mini} mini-batch(es) of {mini} = {math.ceil(mini / world / micro)} "
+        f"micro-batch(es) of at most {micro} x {world} rank(s)"
     )
     if models.adapter_base(cfg.model.path):
         print(f"policy and reference start from the adapter {cfg.model.path}, merged into its base")
@@ -694,12 +722,17 @@ def seed_sampling(seed: int, step: int, rank: int) -> None:
 
 
 def sample(run: Run) -> list[Rollout]:
-    """This rank's share of the step's responses, n to each prompt."""
+    """This rank's share of the step's responses, n to each prompt.
+
+    All ranks sample equally many, since ZeRO-3 needs equally many forwards: the last ones may answer the first prompts
+    once more. Gathered in rank order, the first `train_batch_size` responses are the step's.
+    """
     cfg, draw, rank = run.cfg, run.state["draw"], run.accelerator.process_index
     n_prompts = cfg.train_batch_size // cfg.rollout.n
     chosen = prompt_order(len(run.rows), (draw - 1) * n_prompts, n_prompts, cfg.seed)
     rows = [row for row in chosen for _ in range(cfg.rollout.n)]
-    mine = launch.split_for_rank(rows, rank, run.accelerator.num_processes)
+    share = math.ceil(len(rows) / run.accelerator.num_processes)
+    mine = (rows * 2)[rank * share : (rank + 1) * share]
     seed_sampling(cfg.seed, draw, rank)
     return respond(run, mine, [run.prompts[i] for i in mine], cfg.rollout.temperature)
 
@@ -709,8 +742,16 @@ def respond(run: Run, rows: list[int], prompts: list[list[int]], temperature: fl
     cfg, synced = run.cfg, launch.is_zero3(run.accelerator)
     batch_size = cfg.rollout.micro_batch_size_per_gpu
     how = Sampling(cfg.max_response_length, temperature, run.stop_ids, run.pad_id, batch_size)
-    with run.roles.use("policy") as lm:
-        responses, logprobs = generate_with_logprobs(lm, prompts, how, synced=synced)
+    try:
+        with run.roles.use("policy") as lm:
+            responses, logprobs = generate_with_logprobs(lm, prompts, how, synced=synced)
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise UserError(
+            f"step {run.step}: the policy's logits are not finite, so nothing can be sampled; lower lr and go on from "
+            "the newest checkpoint with --resume auto, or use model.dtype float32"
+        ) from None
     return [
         Rollout(row, prompt, ids, decode_response(run.tokenizer, ids), ids[-1] in run.stop_ids, sampled_logprobs=seen)
         for row, prompt, ids, seen in zip(rows, prompts, responses, logprobs)
@@ -740,7 +781,10 @@ def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:
     """Fill in the scores. rows: of which each rollout names one."""
     mine = [rows[r.row] for r in rollouts]
     columns = {name: [row.get(name) for row in mine] for name in ("id", "ground_truth", "reference", "metadata")}
-    scores = scorer([row["prompt"] for row in mine], [r.text for r in rollouts], columns)
+    try:
+        scores = scorer([row["prompt"] for row in mine], [r.text for r in rollouts], columns)
+    except BadScore as error:
+        scores = error.scores  # the guards decide, when every rank knows of it
     for rollout, value in zip(rollouts, scores):
         rollout.score = value
 
@@ -766,17 +810,16 @@ def make_batch(rollouts: list[Rollout], pad_id: int, device) -> dict[str, Tensor
 
 
 def run_training_forward(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
-    """All ranks' rollouts, on every rank, with what `add_logprobs_and_values` adds.
+    """All ranks' rollouts, which every rank holds, with what `add_logprobs_and_values` adds.
 
     Each rank runs the micro-batches that will be its own in the first epoch. In bfloat16 a log-probability depends on
     what else is in the batch; in equal groups the first ratio is exactly 1.
     """
-    rollouts = launch.gather_lists(rollouts)
     groups = [
         group for rows in mini_batches(run, 0, len(rollouts)) for group in own_micro_batches(run, rows, rollouts)
     ]
-    add_logprobs_and_values(rollouts, run.roles, run.cfg, run.pad_id, run.device, groups)
-    done = launch.gather_lists([(i, rollouts[i]) for group in groups for i in group])
+    add_logprobs_and_values(rollouts, run.roles, run.cfg, run.pad_id, run.device, [rows for rows, _ in groups])
+    done = launch.gather_lists([(i, rollouts[i]) for rows, counts in groups if counts for i in rows])
     return [rollout for _, rollout in sorted(done, key=lambda pair: pair[0])]
 
 
@@ -840,7 +883,8 @@ def experience(
     lengths, ended = mask.sum(1).float(), torch.tensor([r.ended for r in rollouts])
     shaped = shape_scores(scores, lengths, ended, cfg.score, dict(NO_SCORES) if moments is None else moments)
     in_reward = kl_coef if algorithm.kl_in == "reward" else 0.0
-    rewards = kl_shaped_rewards(shaped, logprobs, ref_logprobs, mask, in_reward, kl_estimator(algorithm))
+    estimator = kl_estimator(algorithm)
+    rewards = kl_shaped_rewards(shaped, logprobs, ref_logprobs, mask, in_reward, estimator)
     totals = rewards.sum(1)  # (B,)
     tensors = {"mask": mask, "logprobs": logprobs, "ref_logprobs": ref_logprobs}
     if algorithm.adv_estimator == "gae":
@@ -852,14 +896,17 @@ def experience(
         unexplained = masked_variance(returns - values, mask) / masked_variance(returns, mask).clamp(min=1e-8)
         more = {"critic/explained_variance": 1 - unexplained}
     else:
-        estimate = rloo_advantages if algorithm.adv_estimator == "rloo" else grpo_advantages
-        advantages = torch.where(mask, estimate(totals, cfg.rollout.n)[:, None], 0)
+        if algorithm.adv_estimator == "rloo":
+            advantages = torch.where(mask, rloo_advantages(totals, cfg.rollout.n)[:, None], 0)
+        else:  # whitened with the scores, a tiny KL of equal ones would become as large as a score
+            penalty = kl_shaped_rewards(torch.zeros_like(shaped), logprobs, ref_logprobs, mask, in_reward, estimator)
+            advantages = torch.where(mask, grpo_advantages(shaped, cfg.rollout.n)[:, None], 0) + penalty
         returns, more = totals[:, None].expand_as(mask), {}
     whiten = algorithm.adv_estimator == "gae" if algorithm.whiten_advantages is None else algorithm.whiten_advantages
     tensors["advantages"] = masked_whiten(advantages, mask) if whiten else advantages
     metrics = {
         "objective/kl": torch.where(mask, logprobs - ref_logprobs, 0).sum(1).mean(),
-        "objective/kl_per_token": masked_mean(k3(logprobs, ref_logprobs), mask),
+        "objective/kl_per_token": masked_mean(k3(logprobs, ref_logprobs).clamp(max=MAX_TOKEN_KL), mask),
         "objective/kl_coef": kl_coef,
         "objective/score_mean": scores.mean(),
         "objective/score_std": scores.std(unbiased=False),
@@ -897,21 +944,29 @@ def update(run: Run, rollouts: list[Rollout], tensors: dict[str, Tensor]) -> tup
     Every rank holds all rollouts and takes its share of each mini-batch. The loss is a token mean over the whole
     mini-batch, so gradients depend neither on the micro-batch size nor on the number of ranks.
     """
-    cfg, seen = run.cfg, []  # metrics of each mini-batch
+    cfg, seen = run.cfg, []  # tokens and metrics of each mini-batch
     verdict = GO_ON
     for epoch in range(cfg.ppo_epochs):
         for rows in mini_batches(run, epoch, len(rollouts)):
             metrics, verdict = mini_batch_step(run, rows, rollouts, tensors, first=not seen)
-            seen.append(metrics)
+            seen.append((int(tensors["mask"][rows].sum()), metrics))
             if verdict.action in ("skip rest", "roll back"):
                 return mean_metrics(seen), verdict
     if run.guards.cfg.enabled and run.guards.cfg.update_kl is not None:  # nothing above has seen the last one's effect
         verdict = run.guards.check_update(run.step, update_kl(run, rows, rollouts, tensors), last=True)
+    if verdict.action != "roll back":
+        outputs = run.guards.check_outputs(run.step, finite_outputs(run, rollouts[0]))
+        verdict = verdict if outputs.action == "go on" else outputs
     return mean_metrics(seen), verdict
 
 
-def mean_metrics(seen: list[dict[str, float]]) -> dict[str, float]:
-    return {name: fmean(metrics[name] for metrics in seen if name in metrics) for name in seen[0]}
+def mean_metrics(seen: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Means over (tokens, metrics) of mini-batches, of which each token counts alike."""
+    means = {}
+    for name in seen[0][1]:
+        weights, values = zip(*((tokens, metrics[name]) for tokens, metrics in seen if name in metrics))
+        means[name] = fmean(values, weights)
+    return means
 
 
 def mini_batches(run: Run, epoch: int, n: int) -> list[list[int]]:
@@ -921,21 +976,25 @@ def mini_batches(run: Run, epoch: int, n: int) -> list[list[int]]:
     return [order[i : i + run.cfg.ppo_mini_batch_size] for i in range(0, n, run.cfg.ppo_mini_batch_size)]
 
 
-def own_micro_batches(run: Run, rows: list[int], rollouts: list[Rollout]) -> list[list[int]]:
-    """This rank's share of a mini-batch, the longest rollouts first."""
+def own_micro_batches(run: Run, rows: list[int], rollouts: list[Rollout]) -> list[tuple[list[int], bool]]:
+    """This rank's share of a mini-batch, the longest rollouts first, and whether they count.
+
+    All ranks get equally many; one without rows left gets the shortest once more, which does not count.
+    """
     rows = [rows[i] for i in longest_first([tokens_of(rollouts[r]) for r in rows], len(rows))[0]]
-    mine = rows[run.accelerator.process_index :: run.accelerator.num_processes]
-    micro = run.cfg.ppo_micro_batch_size_per_gpu
-    return [mine[i : i + micro] for i in range(0, len(mine), micro)]
+    micro, world = run.cfg.ppo_micro_batch_size_per_gpu, run.accelerator.num_processes
+    mine, most = rows[run.accelerator.process_index :: world], math.ceil(len(rows) / world)
+    return [(mine[i : i + micro] or rows[-1:], i < len(mine)) for i in range(0, most, micro)]
 
 
-def micro_batches(run: Run, rows: list[int], rollouts, tensors) -> Iterator[tuple[dict, dict, bool]]:
-    """This rank's micro-batches: (batch for the model, token tensors (b, t), whether it is the last)."""
-    parts = own_micro_batches(run, rows, rollouts)
-    for i, part in enumerate(parts):
+def micro_batches(run: Run, rows: list[int], rollouts, tensors) -> Iterator[tuple[dict, dict, float, bool]]:
+    """This rank's micro-batches: (batch for the model, token tensors (b, t), share of tokens, whether last)."""
+    parts, total = own_micro_batches(run, rows, rollouts), int(tensors["mask"][rows].sum())
+    for i, (part, counts) in enumerate(parts):
         width = int(tensors["mask"][part].sum(1).max())
         old = {name: tensor[part, :width].to(run.device) for name, tensor in tensors.items()}
-        yield make_batch([rollouts[r] for r in part], run.pad_id, run.device), old, i == len(parts) - 1
+        share = int(old["mask"].sum()) / total if counts else 0.0
+        yield make_batch([rollouts[r] for r in part], run.pad_id, run.device), old, share, i == len(parts) - 1
 
 
 def micro_batch_loss(run: Run, batch: dict[str, Tensor], old: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -970,10 +1029,9 @@ def mini_batch_step(
     run: Run, rows: list[int], rollouts: list[Rollout], tensors: dict[str, Tensor], first: bool = False
 ) -> tuple[dict[str, float], Verdict]:
     """One optimizer step on `rows` (first: of the step): token-weighted metrics of the mini-batch, and the verdict."""
-    accelerator, total_tokens = run.accelerator, int(tensors["mask"][rows].sum())
+    accelerator = run.accelerator
     sums: dict[str, Tensor] = {}
-    for batch, old, last in micro_batches(run, rows, rollouts, tensors):
-        share = int(old["mask"].sum()) / total_tokens
+    for batch, old, share, last in micro_batches(run, rows, rollouts, tensors):
         with launch.accumulating(accelerator, run.model, last):
             loss, more = micro_batch_loss(run, batch, old)
             # ranks' gradients are averaged
@@ -1014,23 +1072,34 @@ def clip_gradients(run: Run) -> dict[str, float]:
 def update_kl(run: Run, rows: list[int], rollouts: list[Rollout], tensors: dict[str, Tensor]) -> float:
     """KL of the policy that sampled `rows` to the policy now, nats a token (k3), over all ranks."""
     total = torch.zeros((), device=run.device)
-    for batch, old, _ in micro_batches(run, rows, rollouts, tensors):
+    for batch, old, share, _ in micro_batches(run, rows, rollouts, tensors):
         logprobs = run.roles(batch, ("policy",), run.cfg.rollout.temperature)["logprobs"]
-        total += k3(old["logprobs"][old["mask"]], logprobs).sum()
-    return run.accelerator.reduce(total, "sum").item() / int(tensors["mask"][rows].sum())
+        total += k3(old["logprobs"][old["mask"]], logprobs).mean() * share
+    return run.accelerator.reduce(total, "sum").item()
+
+
+@torch.no_grad()
+def finite_outputs(run: Run, rollout: Rollout) -> bool:
+    """Whether policy and critic give numbers for a rollout; it is the same one on all ranks."""
+    roles = tuple(role for role in ("policy", "critic") if role in run.roles.roles)
+    out = run.roles(make_batch([rollout], run.pad_id, run.device), roles, run.cfg.rollout.temperature)
+    return all(bool(values.isfinite().all()) for values in out.values())
 
 
 # ----------------------------------------------------------------------------------- 7 control and roll-back
 
 
 def control_kl(cfg: PPOConfig, state: dict, kl: float) -> None:
-    """Move state["kl_coef"] after a step whose rollouts showed `kl` nats a token to the reference."""
+    """Move state["kl_coef"] after a step whose rollouts showed `kl` nats a token to the reference.
+
+    Into the moving average `kl` enters with at most 3 times the target, so that one step does not rule the next ones.
+    """
     control, n = cfg.algorithm.kl_ctrl, cfg.train_batch_size
     if control.method == "fixed":
         return
     if control.method == "moving_average":
         decay = 0.5 if control.decay is None else control.decay
-        average = state["kl_average"]
+        average, kl = state["kl_average"], min(kl, 3 * control.target_kl)  # beyond, the step's change is the same
         kl = state["kl_average"] = kl if average is None else decay * average + (1 - decay) * kl
     state["kl_coef"] = next_kl_coef(state["kl_coef"], kl, control.target_kl, control.horizon or 10 * n, n)
 
@@ -1046,12 +1115,14 @@ def roll_back(run: Run, verdict: Verdict) -> None:
     restored = load_checkpoint(folder, run.accelerator, run.model, run.optimizer, set(), before=verdict.before)
     restored = new_state(cfg) | restored
     run.metrics.keep(restored["step"])
+    restored |= {"draw": state["draw"], "base_lr": run.base_lr}
     if rollbacks > limit:
         run.guards.event(step, "max_rollbacks", rollbacks, limit, "stopping", f"{verdict.guard} was crossed again")
         place = folder / "checkpoints" / step_name(restored["step"])
         word = "good " if restored["step"] <= verdict.before else ""
         length = f"--total_steps {restored['step']}" + (" --total_epochs null" if cfg.total_epochs is not None else "")
         more = f" (--resume auto {length} writes it to final/)" if restored["step"] else ", the start"
+        rewrite_state(folder, restored, run.accelerator)  # one who resumes goes on with other prompts
         write_report(run)
         run.accelerator.wait_for_everyone()
         raise RunStopped(
@@ -1061,11 +1132,10 @@ def roll_back(run: Run, verdict: Verdict) -> None:
         kl_coef = max(restored["kl_coef"], state["kl_coef"])
         raised = min(max(kl_coef, KL_COEF_BOUNDS[0]) * verdict.kl_factor, KL_COEF_BOUNDS[1])
         restored["kl_coef"] = max(kl_coef, raised)
-    restored |= {"rollbacks": rollbacks, "draw": state["draw"], "skips": 0}
-    restored["lr_scale"] = state["lr_scale"] * verdict.lr_factor
-    rewrite_state(folder, restored, run.accelerator)
+    restored |= {"rollbacks": rollbacks, "skips": 0, "lr_scale": state["lr_scale"] * verdict.lr_factor}
     changed = f"kl_coef {restored['kl_coef']:.4g}, learning rates x {restored['lr_scale']:g}, other prompts"
     run.guards.event(step, "rollback", rollbacks, limit, f"going on from step {restored['step']}", changed)
+    rewrite_state(folder, restored, run.accelerator)  # after the event, which a resume keeps only with it
     state |= restored
 
 
@@ -1223,8 +1293,10 @@ def train(cfg: PPOConfig) -> list[dict]:
             score(rollouts, run.rows, run.scorer)
         # 3. every rank gets all rollouts, with log-probabilities of policy and reference, and values
         with timer("logprobs"):
-            rollouts = run_training_forward(run, rollouts)
+            rollouts = run_training_forward(run, launch.gather_lists(rollouts)[: cfg.train_batch_size])
             mismatch = check_rollouts(run, rollouts)
+        if not run.guards.check_scores(run.step, rollouts, run.rows):
+            continue
         # 4. and 5. token rewards and whitened advantages
         tensors, metrics = experience(rollouts, cfg, state["kl_coef"], state["scores"])
         metrics |= mismatch

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -20,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from utils import contracts, launch, saving
-from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.checkpoint import check_same_inputs, clean_checkpoints, fingerprints, load_checkpoint, save_checkpoint
 from utils.config import AtLeast0, Count, LoraOptions, ModelConfig, Positive, UserError, WholeNumber, check_ranges
-from utils.data import encode_dialogues, encode_responses, load_rows, show
+from utils.data import encode_dialogues, encode_responses, load_rows, show, split_files
 from utils.files import write_json, write_text
 from utils.loader import Batches
 from utils.models import (
@@ -47,6 +48,10 @@ from utils.report import curves_svg, first_and_last, folded, page, table
 from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, pad_rows, round_randomly
 from utils.tracking import Metrics, peak_memory_gb, progress_bar, read_metrics, remaining, start_trackers
+
+LOWER_LR = "lower lr, with --resume auto where there is a checkpoint, or use model.dtype float32"
+KEEP_LAST = 2  # checkpoints
+LARGEST_MARGIN = 3.0  # nats; that of Llama 2's wider scale (Touvron et al. 2023, table 27)
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class RewardTrainConfig:
     """of AdamW"""
     max_grad_norm: AtLeast0 = 1.0
     """gradients are scaled down to this norm"""
+    margin_scale: AtLeast0 | None = None
+    """margins of the data count times this; 0 = not at all; null = 1, or less, so that the largest counts 3"""
     centering_coef: float = 0.0
     """weight of (chosen + rejected)^2, which keeps scores near 0 (Eisenstein et al. 2023)"""
     eval_every: WholeNumber = 0
@@ -121,7 +128,7 @@ def bradley_terry_loss(
         difference = difference - margin
     return -F.logsigmoid(difference).mean(), {
         "accuracy": preference_accuracy(chosen_scores, rejected_scores),
-        "margin": difference.detach().mean(),
+        "margin": (chosen_scores.detach().float() - rejected_scores.detach().float()).mean(),
     }
 
 
@@ -131,7 +138,23 @@ def preference_accuracy(chosen_scores: Tensor, rejected_scores: Tensor) -> Tenso
     return (0.5 * (torch.sign(difference) + 1)).mean()
 
 
-def wilson_interval(share: float, n: int) -> list[float]:
+def effective_n(right: Tensor, groups: list) -> float:
+    """How many independent trials the (N,) outcomes are worth whose `groups` (such as prompts) may go together.
+
+    N over the design effect (Kish 1965): the variance of the mean by groups, over that of N independent trials. At
+    most N; where all outcomes are equal, which shows no variance, the number of groups.
+    """
+    off = right.double() - right.double().mean()
+    sums: dict = {}
+    for group, value in zip(groups, off.tolist()):
+        sums[group] = sums.get(group, 0.0) + value
+    by_groups, alone = sum(value**2 for value in sums.values()), (off**2).sum().item()
+    if alone < 1e-12:
+        return float(len(sums))
+    return len(off) * alone / max(alone, by_groups)
+
+
+def wilson_interval(share: float, n: float) -> list[float]:
     """95% interval of a share of n trials (Wilson 1927)."""
     z = 1.959964
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
@@ -140,11 +163,21 @@ def wilson_interval(share: float, n: int) -> list[float]:
 
 
 def fit_temperature(differences: list[float]) -> float:
-    """The T that makes sigmoid(difference / T) the most likely probabilities (Guo et al. 2017), by grid search."""
-    d = torch.tensor(differences)
-    grid = torch.logspace(-2, 2, 401)
-    losses = torch.stack([-F.logsigmoid(d / t).mean() for t in grid])
-    return round(float(grid[losses.argmin()]), 4)
+    """The T that makes sigmoid(difference / T) the most likely probabilities (Guo et al. 2017).
+
+    One more pair, of mean size and as often wrong as right, counts half: without it the T of pairs without a mistake
+    would be 0. T lies between 1/100 and 100 of the mean size; it is 1 where all differences are 0.
+    """
+    d = torch.tensor(differences, dtype=torch.float64)
+    size = d.abs().mean().item()
+    if size == 0:
+        return 1.0
+    d, low, high = d / size, 0.01, 100.0
+    for _ in range(60):  # the likelihood is concave in 1 / T
+        inverse = (low + high) / 2
+        rises = (d * torch.sigmoid(-inverse * d)).sum() > 0.25 * math.tanh(inverse / 2)
+        low, high = (inverse, high) if rises else (low, inverse)
+    return float(f"{size / low:.6g}")
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -156,15 +189,32 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 # ------------------------------------------------------------------------------------------------------- data
 
 
-def encode_pairs(rows: list[dict], tokenizer, positions: int | None) -> list[dict]:
-    """Rows -> {id, chosen, rejected, margin} as ids of prompt + response + eos, without pairs whose ids are equal."""
+def margin_factor(cfg: RewardTrainConfig) -> float:
+    """What the margins of the train split are multiplied by: those of ratings up to 100 would saturate the loss."""
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    if cfg.margin_scale is not None:
+        return cfg.margin_scale
+    files = split_files(cfg.data, "train", ("preference",))
+    columns = (pyarrow.parquet.read_table(file, columns=["margin"])["margin"].cast("double") for file in files)
+    largest = max(pyarrow.compute.max(pyarrow.compute.abs(column)).as_py() or 0.0 for column in columns)
+    return min(1.0, LARGEST_MARGIN / largest) if largest else 1.0
+
+
+def encode_pairs(rows: list[dict], tokenizer, positions: int | None, margin_scale: float = 1.0) -> list[dict]:
+    """Rows -> {id, prompt, chosen, rejected, margin}; chosen and rejected as ids of prompt + response + eos.
+
+    Pairs whose ids are equal are left out.
+    """
     if not rows:
         return []
     prompts = encode_dialogues(tokenizer, [row["prompt"] for row in rows])
     sides = [encode_responses(tokenizer, [row[name] for row in rows]) for name in ("chosen", "rejected")]
     pairs = []
     for row, prompt, chosen, rejected in zip(rows, prompts, *sides):
-        pair = {"id": row["id"], "margin": row["margin"], "chosen": prompt + chosen, "rejected": prompt + rejected}
+        pair = {"id": row["id"], "prompt": tuple(prompt), "margin": (row["margin"] or 0.0) * margin_scale}
+        pair |= {"chosen": prompt + chosen, "rejected": prompt + rejected}
         for name in ("chosen", "rejected"):
             if positions is not None and len(pair[name]) > positions:
                 raise UserError(
@@ -258,17 +308,28 @@ def score_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, ac
 
 
 def evaluate_pairs(model, pairs: list[dict], pad_id: int, micro_batch_size: int, accelerator) -> dict[str, float]:
-    """Held-out accuracy with its 95% interval, loss, and what the scores look like."""
-    return pair_metrics(*score_pairs(model, pairs, pad_id, micro_batch_size, accelerator))
+    """Held-out accuracy with its 95% interval, loss, and what the scores look like.
+
+    Raises UserError where a score is not finite.
+    """
+    chosen, rejected = score_pairs(model, pairs, pad_id, micro_batch_size, accelerator)
+    for pair, *scores in zip(pairs, chosen.tolist(), rejected.tolist()):
+        if not all(map(math.isfinite, scores)):
+            raise UserError(
+                f"test row {pair['id']}: the trained model scores it {scores[0]} and {scores[1]}, so it is not saved; "
+                f"{LOWER_LR}"
+            )
+    return pair_metrics(chosen, rejected, [pair["prompt"] for pair in pairs])
 
 
-def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
-    """Of scores (N,), (N,)."""
+def pair_metrics(chosen: Tensor, rejected: Tensor, prompts: list) -> dict[str, float]:
+    """Of scores (N,), (N,); pairs of one of the N prompts are not independent."""
     both = torch.cat([chosen, rejected])
     accuracy = preference_accuracy(chosen, rejected).item()
+    right = 0.5 * (torch.sign(chosen - rejected) + 1)
     return {
         "accuracy": accuracy,
-        "accuracy_ci95": wilson_interval(accuracy, len(chosen)),
+        "accuracy_ci95": wilson_interval(accuracy, effective_n(right, prompts)),
         "tie_rate": (chosen == rejected).float().mean().item(),
         "loss": bradley_terry_loss(chosen, rejected)[0].item(),
         "score_mean": both.mean().item(),
@@ -285,7 +346,8 @@ def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig
     """One update, by the mean loss over all pairs: this rank's micro-batches (perhaps none) and those of the others.
 
     Ranks with fewer micro-batches run a pair of one token at weight 0, so that all run the same number of forwards.
-    Without a pair on any rank nothing is updated, and `pairs` of the result is 0.
+    Without a pair on any rank nothing is updated, and `pairs` of the result is 0. Raises UserError, on all ranks and
+    before the update, at a loss or gradient that is not finite.
     """
     device = accelerator.device
     mine = torch.tensor([[sum(len(batch["ids"]) for batch in batches), len(batches)]], device=device)
@@ -294,7 +356,7 @@ def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig
     if not pairs:
         return {"pairs": 0}
     nothing = batch_pairs([{"id": "", "margin": None, "chosen": [0], "rejected": [0]}], 0) | {"ids": []}
-    sums = torch.zeros(3, device=device)
+    sums, broken = torch.zeros(3, device=device), []
     for i in range(rounds):
         batch = batches[i] if i < len(batches) else nothing
         input_ids, mask, margin = (
@@ -307,17 +369,19 @@ def optimizer_step(model, optimizer, batches: list[dict], cfg: RewardTrainConfig
             loss, info = bradley_terry_loss(chosen, rejected, margin)
             if cfg.centering_coef:
                 loss = loss + cfg.centering_coef * ((chosen + rejected) ** 2).mean()
-            if not torch.isfinite(loss):
-                raise UserError(
-                    f"the loss is {loss.item()}; rows {', '.join(batch['ids'])}; lower lr or use model.dtype float32"
-                )
             launch.backward(accelerator, model, loss * weight, last)
+        broken += [row for row, score in zip(batch["ids"], (chosen + rejected).tolist()) if not math.isfinite(score)]
         sums += torch.stack([loss.detach(), info["accuracy"], info["margin"]]) * len(batch["ids"])
     grad_norm = launch.clip_grad_norm(
         accelerator, [p for p in model.parameters() if p.requires_grad], cfg.max_grad_norm
     )
-    launch.step_optimizer(accelerator, model, optimizer)
     loss, accuracy, margin = (accelerator.reduce(sums, "sum") / pairs).tolist()
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        rows = launch.gather_lists(broken) or launch.gather_lists([row for batch in batches for row in batch["ids"]])
+        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite"
+        more = f" and {len(rows) - 40} more" if len(rows) > 40 else ""
+        raise UserError(f"{what}; rows {', '.join(rows[:40])}{more}; {LOWER_LR}")
+    launch.step_optimizer(accelerator, model, optimizer)
     return {"loss": loss, "accuracy": accuracy, "margin": margin, "grad_norm": grad_norm, "pairs": pairs}
 
 
@@ -407,18 +471,21 @@ def train(cfg: RewardTrainConfig) -> dict:
     test_pairs = encode_pairs(test_rows, tokenizer, positions)
     if not test_pairs:
         raise UserError(f"the tokens of all {len(test_rows)} test pairs are equal, so none is left to evaluate on")
-    own = copy.deepcopy(tokenizer)  # the loader's thread must not share one with this thread
+    own, scale = copy.deepcopy(tokenizer), margin_factor(cfg)  # the loader's thread must not share a tokenizer
     loader = Batches(
         cfg.data,
         "train",
         ("preference",),
         cfg.train_batch_size,
-        lambda rows: micro_batches(encode_pairs(rows, own, positions), pad_id, micro),
+        lambda rows: micro_batches(encode_pairs(rows, own, positions, scale), pad_id, micro),
         seed=cfg.seed,
         rank=accelerator.process_index,
         world=world,
         limit=cfg.max_pairs,
     )
+    left = any(islice(loader.batches(0), loader.per_epoch))  # seldom more than the first batch is looked at
+    if not any(launch.gather_lists([left])):
+        raise UserError(f"the tokens of all {loader.rows} training pairs are equal, so none is left to train on")
     if is_main:
         open_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume)
         record_run(folder, cfg)
@@ -430,8 +497,12 @@ def train(cfg: RewardTrainConfig) -> dict:
     start_trackers(accelerator, cfg)
 
     # 2. resume
-    state = load_checkpoint(folder, accelerator, model, optimizer, {"step"}) if cfg.resume else None
-    first_step = state["step"] if state else 0
+    state = {"step": 0, "inputs": fingerprints({"data": cfg.data, "model.path": cfg.model.path})}
+    restored = load_checkpoint(folder, accelerator, model, optimizer, set(state)) if cfg.resume else None
+    if restored:
+        check_same_inputs(restored, state, folder)
+        clean_checkpoints(folder, accelerator, restored["step"], KEEP_LAST)
+    first_step = restored["step"] if restored else 0
     steps = math.ceil(cfg.epochs * loader.per_epoch)
     metrics = Metrics(folder, accelerator, first_step)
     if is_main:
@@ -441,6 +512,9 @@ def train(cfg: RewardTrainConfig) -> dict:
             f"{str(launch.unwrap(model).dtype).removeprefix('torch.')} on {device}",
             flush=True,
         )
+
+    if is_main and scale != 1:
+        print(f"the margins of the data count times {scale:.4g} (margin_scale)")
 
     # 3. train
     bar = progress_bar(label="reward", unit="step", total=steps, initial=first_step)
@@ -472,10 +546,11 @@ def train(cfg: RewardTrainConfig) -> dict:
             )
             print(f"step {done}/{steps}  {numbers.format(**values)}  left {eta}", flush=True)
         if cfg.save_every and (done % cfg.save_every == 0):
-            save_checkpoint(folder, accelerator, model, optimizer, {"step": done}, keep_last=2)
+            evaluate_pairs(model, test_pairs[:1], pad_id, micro, accelerator)  # raises where no score is a number
+            save_checkpoint(folder, accelerator, model, optimizer, state | {"step": done}, KEEP_LAST)
     bar.close()
     batches.close()
-    if seen and not used:
+    if seen and not used:  # with less than one epoch
         raise UserError(f"the tokens of all {seen} training pairs are equal, so none was left to train on")
     if is_main and used < seen:
         print(f"left out {seen - used} of {seen} pairs, whose tokens are equal", flush=True)
@@ -486,13 +561,15 @@ def train(cfg: RewardTrainConfig) -> dict:
     ids, mask = (x.to(device) for x in pad_rows(probe, pad_id, torch.long))
     with torch.no_grad():
         live = model(ids, mask)
+    if not torch.isfinite(live).all():
+        raise UserError(f"the trained model scores a test row {live.tolist()}, so it is not saved; {LOWER_LR}")
     save_final(model, tokenizer, cfg, final, is_main)
     checks = {"saved": contracts.check_saved_reward(final, probe, live, model.dtype)} if is_main else None
     accelerator.wait_for_everyone()
     if not launch.is_zero3(accelerator):  # which has no room for a whole model
         model = reopen(cfg, final, device)
     scores = score_pairs(model, test_pairs, pad_id, micro, accelerator)
-    result = pair_metrics(*scores)
+    result = pair_metrics(*scores, [pair["prompt"] for pair in test_pairs])
     if is_main:
         result["template_fingerprint"] = template_fingerprint(tokenizer)
         write_stats(final, result)

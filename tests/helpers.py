@@ -154,7 +154,7 @@ def weights_of(folder):
     }
 
 
-def launch(config, stage, *options, timeout=600, succeeds=True):
+def launch(config, stage, *options, timeout=600, succeeds=True, processes=None):
     command = [
         sys.executable,
         "-m",
@@ -163,6 +163,7 @@ def launch(config, stage, *options, timeout=600, succeeds=True):
         str(ROOT / "configs" / "accelerate" / config),
         "--main_process_port",
         "0",
+        *([] if processes is None else ["--num_processes", str(processes)]),
         str(stage),
         *map(str, options),
     ]

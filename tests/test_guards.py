@@ -29,7 +29,7 @@ from train_ppo import (
     train,
     update,
 )
-from utils.checkpoint import load_checkpoint
+from utils.checkpoint import load_checkpoint, state_text, weight_hashes
 from utils.config import RunStopped, UserError
 from utils.data import load_prompts
 from utils.guards import GO_ON, GuardConfig, Guards, Verdict
@@ -417,7 +417,7 @@ def test_a_checkpoint_that_lacks_something_names_it(tiny, preferences, tmp_path)
     file = tmp_path / "run" / "checkpoints" / "step_000002" / "state.json"
     content = json.loads(file.read_text())
     del content["state"]["kl_coef"], content["state"]["scores"]
-    file.write_text(json.dumps(content))
+    file.write_text(state_text(content["state"], weight_hashes(file.parent)))
     more = dataclasses.replace(cfg, total_steps=3, resume="auto")
     with pytest.raises(UserError, match="lacks kl_coef, scores; --resume partial goes on"):
         train(more)

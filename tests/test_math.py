@@ -4,20 +4,26 @@ import math
 
 import pytest
 import torch
+from helpers import ppo_config
 
 from train_ppo import (
     KL_COEF_BOUNDS,
     KL_ESTIMATORS,
     NO_SCORES,
+    AlgorithmConfig,
     PPOConfig,
+    Rollout,
+    RolloutConfig,
     ScoreConfig,
     control_kl,
+    experience,
     gae,
     grpo_advantages,
     k1,
     k2,
     k3,
     kl_shaped_rewards,
+    mean_metrics,
     new_state,
     next_kl_coef,
     ppo_policy_loss,
@@ -25,9 +31,16 @@ from train_ppo import (
     rloo_advantages,
     shape_scores,
 )
-from train_reward import bradley_terry_loss, fit_temperature, learning_rate, preference_accuracy, wilson_interval
+from train_reward import (
+    bradley_terry_loss,
+    effective_n,
+    fit_temperature,
+    learning_rate,
+    preference_accuracy,
+    wilson_interval,
+)
 from utils import masked_mean, masked_whiten, token_logprobs
-from utils.tensors import token_entropy
+from utils.tensors import masked_variance, token_entropy
 
 T = torch.tensor
 ONES = torch.ones(1, 3, dtype=torch.bool)
@@ -79,6 +92,85 @@ def test_masked_whiten_of_one_or_equal_values_is_zero(x):
 def test_whitening_ignores_a_shift():
     x, mask = torch.randn(4, 5), torch.rand(4, 5) > 0.3
     close(masked_whiten(x + 50, mask), masked_whiten(x, mask), 1e-4)
+
+
+CONSTANTS = [1000.1, 99.7, -0.1, 1e-8, 1e6 + 0.1, 3.3e7, 1e12]
+
+
+@pytest.mark.parametrize("value", CONSTANTS)
+@pytest.mark.parametrize("shape", [(64, 128), (6, 7), (1, 3)])
+def test_equal_values_are_exactly_zero_after_whitening(value, shape):
+    x, mask = torch.full(shape, value), torch.rand(shape) > 0.3
+    mask[0, 0] = True
+    assert not masked_whiten(x, mask).any() and masked_variance(x, mask) == 0
+    assert not masked_whiten(torch.where(mask, x, math.nan), mask).any()
+    nearly = torch.where(torch.rand(shape) > 0.5, x, torch.nextafter(x, x * 2))  # rounding is no difference either
+    assert not masked_whiten(nearly, mask).any()
+
+
+@pytest.mark.parametrize("value", CONSTANTS)
+@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("estimate", [rloo_advantages, grpo_advantages])
+def test_equal_rewards_are_exactly_zero_advantages(value, n, estimate):
+    equal = torch.full((n,), value)
+    assert estimate(equal, n).tolist() == [0.0] * n
+    other = torch.arange(n).float()
+    close(estimate(torch.cat([equal, other]), n)[n:], estimate(other, n))
+    assert not estimate(torch.cat([equal, other]), n)[:n].any()
+
+
+def test_whitening_keeps_small_differences_of_large_values():
+    """An offset of 1e5, differences of 1: float32 would lose digits of the mean, and nothing is taken for rounding."""
+    out = masked_whiten(T([[100001.0, 100002.0, 100003.0]]), ONES)
+    close(out, [[-math.sqrt(1.5), 0.0, math.sqrt(1.5)]], 1e-5)
+    close(grpo_advantages(T([100001.0, 100003.0]), 2), [-1.0, 1.0])
+    assert masked_whiten(T([[math.nan, 1.0, 2.0]]), ONES).isnan().all()  # what is broken is not hidden
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo"])
+def test_a_constant_reward_without_kl_is_no_advantage(estimator):
+    tensors, _ = experience(group([1000.1] * 4), ppo_config("m", **estimates(estimator)), 0.1)
+    assert not tensors["advantages"].any()
+
+
+def test_scores_that_differ_by_rounding_are_normalised_to_zero():
+    scores = torch.full((6,), 1000.1)
+    scores[::2] = torch.nextafter(scores[::2], scores[::2] * 2)
+    shaped = shape_scores(scores, T([4.0] * 6), T([True] * 6), ScoreConfig(normalize=True), dict(NO_SCORES))
+    assert shaped.abs().max() < 1
+
+
+def estimates(estimator, **algorithm):
+    return dict(rollout=RolloutConfig(n=4), algorithm=AlgorithmConfig(estimator, **algorithm))
+
+
+def group(scores, kl=(0.0, 0.0, 0.0, 0.0)):
+    """Responses of two tokens; each one's summed log ratio to the reference is `kl`, all of it on the first token."""
+    return [
+        Rollout(0, [5], [6, 2], "x", True, score, [-1.0 + k, -2.0], [-1.0, -2.0], [0.3, 0.5])
+        for score, k in zip(scores, kl)
+    ]
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.001, 0.05, 1.0])
+@pytest.mark.parametrize("estimator, price", [("k1", lambda k: k), ("k2", lambda k: k * k / 2)])
+def test_grpo_whitens_scores_and_not_the_kl(kl_coef, estimator, price):
+    """Four wrong answers: each token's advantage is minus kl_coef times its KL, however small that is."""
+    kl = [-0.1, 0.02, 0.1, -0.04]
+    cfg = ppo_config("m", **estimates("grpo", kl_in="reward", kl_estimator=estimator))
+    tensors, metrics = experience(group([0.0] * 4, kl), cfg, kl_coef)
+    close(tensors["advantages"], [[-kl_coef * price(k), 0.0] for k in kl], 1e-6)
+    tensors, _ = experience(group([0.0, 0.0, 0.0, 4.0], kl), cfg, kl_coef)
+    whitened = [-1 / 3**0.5] * 3 + [3**0.5]
+    close(tensors["advantages"], [[w - kl_coef * price(k), w] for w, k in zip(whitened, kl)], 1e-6)
+    close(metrics["objective/reward_mean"], -kl_coef * sum(map(price, kl)) / 4)
+
+
+def test_grpo_with_kl_in_the_loss_has_no_kl_in_its_advantages():
+    tensors, _ = experience(
+        group([0.0] * 4, [0.1, 0.2, 0.3, 0.4]), ppo_config("m", **estimates("grpo", kl_in="loss")), 1
+    )
+    assert not tensors["advantages"].any()
 
 
 def test_token_logprobs_and_entropy():
@@ -382,6 +474,11 @@ def test_bradley_terry_margin():
     close(bradley_terry_loss(T([1.0]), T([0.0]), T([1.0]))[0], math.log(2))
 
 
+@pytest.mark.parametrize("margin", [None, T([0.0, 0.0]), T([1.0, 5.0]), T([-2.0, 100.0])])
+def test_the_logged_margin_is_that_of_the_scores(margin):
+    close(bradley_terry_loss(T([1.0, 4.0]), T([0.5, 1.0]), margin)[1]["margin"], (0.5 + 3.0) / 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bradley_terry_is_finite_at_the_extremes(dtype):
     close(bradley_terry_loss(T([-400.0], dtype=dtype), T([400.0], dtype=dtype))[0], 800.0)
@@ -397,6 +494,47 @@ def test_temperature_recovers_the_scale():
     # differences d with chosen winning as often as sigmoid(d / 2) says: 100 pairs at d = 2 ln 3, of which 75 agree
     d = 2 * math.log(3)
     assert abs(fit_temperature([d] * 75 + [-d] * 25) - 2) < 0.02
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 5.0, 1e5])
+@pytest.mark.parametrize("n", [1, 7, 100, 4000])
+def test_temperature_without_a_mistake_counts_half_a_coin(size, n):
+    """n right pairs and half a coin: sigmoid(d / T) = (n + 1/4) / (n + 1/2), so T = d / ln(4 n + 1)."""
+    assert fit_temperature([size] * n) == pytest.approx(size / math.log(4 * n + 1), rel=1e-4)
+
+
+def test_temperature_with_mistakes_that_are_near_misses_is_not_the_edge():
+    """99 pairs at 5 and one at -0.001, whose likelihood alone asks for a T near 0."""
+    assert 0.5 < fit_temperature([5.0] * 99 + [-0.001]) < 1.5
+    differences = torch.linspace(0.1, 6.0, 200).tolist()
+    assert 0.1 < fit_temperature(differences) < 1.5
+
+
+def test_a_small_disagreement_with_a_model_without_mistakes_is_no_contradiction():
+    """Of a model that is right in 100 pairs by 5, a pair at -1 is right with probability 0.23, at -5 with 0.002."""
+    temperature = fit_temperature([5.0] * 100)
+    close([1 / (1 + math.exp(d / temperature)) for d in (1.0, 5.0)], [0.2317, 1 / 402], 1e-4)
+
+
+def test_temperature_at_the_limits():
+    assert fit_temperature([0.0] * 9) == 1.0
+    assert fit_temperature([-2.0] * 9) == pytest.approx(200.0)  # worse than chance: nothing is likely
+
+
+def test_effective_n_by_hand():
+    """Pairs that say the same count once a prompt; independent ones all; without variance the prompts count."""
+    assert effective_n(T([1.0, 1.0, 0.0, 0.0]), ["a", "a", "b", "b"]) == pytest.approx(2)
+    assert effective_n(T([1.0, 0.0, 1.0, 0.0]), list("abcd")) == 4
+    assert effective_n(T([1.0, 0.0, 1.0, 0.0]), ["a", "a", "b", "b"]) == 4  # never more than all
+    assert effective_n(torch.ones(6), ["a", "a", "b", "b", "c", "c"]) == 3
+    # off the mean 0.75: 0.25 + 0.25, 0.25 - 0.75; squared 0.25 + 0.25 for 3 x 0.0625 + 0.5625
+    assert effective_n(T([1.0, 1.0, 1.0, 0.0]), ["a", "a", "b", "b"]) == 4
+    assert effective_n(T([1.0, 1.0, 1.0, 0.0, 0.0]), ["a", "a", "a", "b", "b"]) == pytest.approx(5 * 1.2 / 2.88)
+
+
+def test_means_over_mini_batches_count_tokens():
+    seen = [(30, {"policy/loss": 1.0, "x": 2.0}), (10, {"policy/loss": 5.0})]
+    assert mean_metrics(seen) == {"policy/loss": 2.0, "x": 2.0}
 
 
 def test_learning_rate_schedule():

@@ -156,7 +156,9 @@ def test_the_page_of_stage_2_shows_the_most_wrong_pairs_first(tmp_path):
     rows[1] = {"prompt": messages(EVIL), "chosen": EVIL, "rejected": "x" * 400}
     (tmp_path / "config.yaml").write_text(f"lr: 1.0e-4\ndata: {EVIL}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.7}\n{"step": 9, "loss": 0.25, "margin": 1.5}\n')
-    train_reward.write_report(tmp_path, train_reward.pair_metrics(chosen, rejected), rows, (chosen, rejected))
+    train_reward.write_report(
+        tmp_path, train_reward.pair_metrics(chosen, rejected, list(range(len(chosen)))), rows, (chosen, rejected)
+    )
     text = (tmp_path / "report.html").read_text()
     read = Page(text)
     pairs = [row for row in read.rows if len(row) == 3 and row[0] not in ("", "loss", "margin")]
@@ -177,7 +179,7 @@ def test_pairs_that_are_right_are_not_shown_as_wrong(tmp_path):
     (tmp_path / "config.yaml").write_text("")
     scores = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0])
     rows = [{"prompt": messages("q"), "chosen": "good", "rejected": "bad"}] * 2
-    train_reward.write_report(tmp_path, train_reward.pair_metrics(*scores), rows, scores)
+    train_reward.write_report(tmp_path, train_reward.pair_metrics(*scores, list(range(len(scores[0])))), rows, scores)
     text = (tmp_path / "report.html").read_text()
     assert "accuracy 1.000" in text and "wrong" not in text and "good" not in text
 

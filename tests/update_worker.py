@@ -33,7 +33,8 @@ class FirstIsBad(Guards):
         return GO_ON if self.state["skips"] > 1 else Verdict("skip step")
 
 
-def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, skip: bool = False, **changes):
+def ppo(accelerator, critic: CriticConfig, adam=False, steps: int = 1, skip=False, idle: int = 0, **changes):
+    """idle: first steps whose gradients are exactly 0, which Adam counts all the same."""
     cfg = ppo_config(
         tiny,
         train_batch_size=8,
@@ -56,7 +57,8 @@ def ppo(accelerator, critic: CriticConfig, adam: bool = False, steps: int = 1, s
     guards = FirstIsBad(GuardConfig(), Path("."), new_state(cfg), False) if skip else None
     for step in range(1, steps + 1):
         run = run_of(cfg, roles, optimizer, guards, step, model=model, accelerator=accelerator)
-        metrics, _ = update(run, rows, tensors)
+        nothing = {"advantages": torch.zeros_like(tensors["advantages"])}
+        metrics, _ = update(run, rows, tensors | nothing if step <= idle else tensors)
     return result(model, optimizer, metrics)
 
 
@@ -103,6 +105,15 @@ if __name__ == "__main__":
             accelerator, CriticConfig(), model=ModelConfig(tiny, dtype="float32", gradient_checkpointing=True)
         ),
         "warm-up": ppo(accelerator, CriticConfig("shared", warmup_steps=1), adam=True, steps=3),
+        "first gradients 0": ppo(
+            accelerator,
+            CriticConfig(),
+            adam=True,
+            steps=4,
+            idle=3,
+            rollout=RolloutConfig(n=4),
+            algorithm=AlgorithmConfig("rloo"),
+        ),
         "skipped": ppo(accelerator, CriticConfig(), adam=True, skip=True),
         "reward": reward(accelerator, LoraOptions(r=4)),
         "reward full": reward(accelerator, None),

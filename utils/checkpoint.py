@@ -6,6 +6,7 @@ A run can go on with another number of ranks.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from utils.config import UserError
-from utils.files import replacing, write_json
-from utils.launch import unwrap
+from utils.files import replacing, write_text
+from utils.launch import unwrap, zero3_slice, zero3_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+INPUTS = {".parquet", ".safetensors", ".bin", ".gguf", ".jinja", ".model"}  # files whose change changes a run
+PART, PARTS = 1 << 16, 16  # bytes of a file that its fingerprint reads at a time, and how often
 WEIGHTS, OPTIMIZER, STATE = "trained.safetensors", "optimizer.safetensors", "state.json"
 
 
@@ -39,13 +42,39 @@ def save_checkpoint(output_dir: Path, accelerator, model, optimizer, state: dict
         with replacing(folder) as temporary:
             save_file(weights, temporary / WEIGHTS)
             save_file(moments, temporary / OPTIMIZER)
-            hashes = {name: file_hash(temporary / name) for name in (WEIGHTS, OPTIMIZER)}
-            write_json(temporary / STATE, {"state": state, "sha256": hashes})
-        found = checkpoints(output_dir)
-        later = [f for f in found if step_of(f) > state["step"]]  # damaged, or of a course that was left
-        for old in [*later, *[f for f in found if f not in later][:-keep_last]]:
-            shutil.rmtree(old)
+            write_text(temporary / STATE, state_text(state, weight_hashes(temporary)))
+        for later in checkpoints(output_dir):  # damaged, or of a course that was left
+            if step_of(later) > state["step"]:
+                remove(later)
+    clean_checkpoints(output_dir, accelerator, state["step"], keep_last)
+
+
+def clean_checkpoints(output_dir: Path, accelerator, step: int, keep_last: int) -> None:
+    """Delete all but the last `keep_last` checkpoints up to `step`, and what a killed process left of others."""
+    if accelerator.is_main_process:
+        for old in [f for f in checkpoints(output_dir) if step_of(f) <= step][:-keep_last]:
+            remove(old)
+        for left in Path(output_dir, "checkpoints").glob(".step_*"):
+            shutil.rmtree(left, ignore_errors=True)
     accelerator.wait_for_everyone()
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint, which is none any more when its first file goes."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(folder, gone)
+    shutil.rmtree(gone)
+
+
+def weight_hashes(folder: Path) -> dict[str, str]:
+    return {name: file_hash(folder / name) for name in (WEIGHTS, OPTIMIZER)}
+
+
+def state_text(state: dict, hashes: dict[str, str]) -> str:
+    """state.json, whose every character depends on the state and on the hashes of the weights."""
+    own = hashlib.sha256(json.dumps(state).encode()).hexdigest()
+    return json.dumps({"state": state, "sha256": hashes | {"state": own}}, indent=2) + "\n"
 
 
 def step_name(step: int) -> str:
@@ -60,8 +89,8 @@ def file_hash(file: Path) -> str:
 def rewrite_state(output_dir: Path, state: dict, accelerator) -> None:
     """Replace the state of the checkpoint of state["step"]."""
     if accelerator.is_main_process:
-        file = Path(output_dir, "checkpoints", step_name(state["step"]), STATE)
-        write_json(file, json.loads(file.read_text(encoding="utf-8")) | {"state": state})
+        folder = Path(output_dir, "checkpoints", step_name(state["step"]))
+        write_text(folder / STATE, state_text(state, weight_hashes(folder)))
     accelerator.wait_for_everyone()
 
 
@@ -116,17 +145,6 @@ def restore_training_state(parameter: torch.nn.Parameter, optimizer, tensors: di
             safe_set_local_optimizer_state(parameter, mine(tensors.get(key, torch.zeros(weight.shape))), key)
 
 
-def zero3_slice(parameter: torch.nn.Parameter) -> Tensor:
-    """The flat float32 tensor of this rank, which the optimizer steps, that holds the parameter's slice."""
-    zero = parameter._z3_optimizer
-    return zero.fp32_partitioned_groups_flat[zero.grad_position[zero.get_param_id(parameter)][0]]
-
-
-def zero3_state(parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    """Adam's state of `zero3_slice`."""
-    return parameter._z3_optimizer.optimizer.state[zero3_slice(parameter)]
-
-
 def checkpoints(output_dir: Path) -> list[Path]:
     """Checkpoint folders, oldest first."""
     folders = Path(output_dir, "checkpoints").glob("step_*")
@@ -140,11 +158,10 @@ def step_of(folder: Path) -> int:
 def read_checkpoint(folder: Path) -> dict | None:
     """The state of a checkpoint, or None if it is damaged."""
     try:
-        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        if content["state"]["step"] == step_of(folder) and all(
-            file_hash(folder / name) == digest for name, digest in content["sha256"].items()
-        ):
-            return content["state"]
+        text = (folder / STATE).read_text(encoding="utf-8")
+        state = json.loads(text)["state"]
+        if state["step"] == step_of(folder) and text == state_text(state, weight_hashes(folder)):
+            return state
     except (OSError, ValueError, KeyError, TypeError):
         pass
     print(f"{folder} is damaged and is left out", flush=True)
@@ -204,6 +221,47 @@ def load_checkpoint(
     elif accelerator.is_main_process:
         for later in checkpoints(output_dir):
             if step_of(later) > step_of(folder):
-                shutil.rmtree(later)
+                remove(later)
     accelerator.wait_for_everyone()
     return state
+
+
+# ------------------------------------------------------------------------------------------------------- inputs
+
+
+def fingerprints(paths: dict[str, str | None]) -> dict[str, str]:
+    """A cheap hash of each data or model folder by its option's name: of the files' names, sizes and parts of them.
+
+    A LoRA folder's base counts too. A hub name stands for itself.
+    """
+    from utils.models import adapter_base
+
+    out = {}
+    for option, path in paths.items():
+        while path is not None:
+            out[option] = fingerprint(path)
+            option, path = f"base of {option}", adapter_base(path)
+    return out
+
+
+def fingerprint(path: str) -> str:
+    files = [Path(path)] if Path(path).is_file() else [f for f in sorted(Path(path).glob("*")) if f.suffix in INPUTS]
+    digest = hashlib.sha256(b"" if files else path.encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as opened:
+            for part in range(PARTS):  # the first and the last bytes, where Parquet and safetensors keep their index
+                opened.seek(max(0, size - PART) * part // (PARTS - 1))
+                digest.update(opened.read(PART))
+    return digest.hexdigest()[:16]
+
+
+def check_same_inputs(before: dict, now: dict, output_dir: Path) -> None:
+    """The states of a checkpoint and of the run that goes on from it were made from the same files."""
+    for option, value in now["inputs"].items():
+        if before.get("inputs", {}).get(option, value) != value:
+            raise UserError(
+                f"{output_dir}: the files of {option} are not those that the run was started with; "
+                "put these back, or choose another output_dir"
+            )

@@ -8,9 +8,11 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, variance
 from typing import Literal
 
-from utils.config import AtLeast0, AtLeast1, Count, Share, WholeNumber
+from utils.config import AtLeast0, AtLeast1, Count, RunStopped, Share, UserError, WholeNumber
+from utils.tracking import keep_lines
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,11 @@ class GuardConfig:
     grad_norm: AtLeast0 | None = 10.0
     """gradient norm before clipping: beyond, or not finite, the optimizer step is skipped"""
     max_skips: Count = 3
-    """so many optimizer steps skipped in a row are rolled back"""
-    reward_std: AtLeast0 | None = 0.5
-    """deviation of a step's scores: beyond, the outliers are written to suspicious.jsonl and the run goes on"""
+    """so many optimizer steps skipped in a row are rolled back; so many steps in a row whose scores cannot be used
+    end the run"""
+    reward_std: AtLeast0 | None = 2.0
+    """deviation of a step's scores: beyond, the outliers are written to suspicious.jsonl and the run goes on. A reward
+    model's scores scatter by 1 on its held-out data"""
     max_empty: float | None = None
     """share of responses without text: beyond, a warning"""
     max_truncated: float | None = None
@@ -62,7 +66,9 @@ class Verdict:
 
 
 GO_ON = Verdict()
-NEGATIVE_KL_STEPS, NEGATIVE_KL = 5, -0.05  # mean k1 over so many steps below so many nats a response is no chance
+NEGATIVE_KL_STEPS, NEGATIVE_KL = 5, -0.05  # mean k1 over so many steps, in nats a response
+NEGATIVE_KL_ERRORS = 4.0  # standard errors of that mean: a KL so far below 0 is no chance
+MAX_SCORE = 1e15  # a larger score overflows float32 where the update squares it
 FIRST_KL = 0.01  # nats a token before the first optimizer step: more than rounding in bfloat16 explains
 WARNINGS = {  # metric -> limit, sign of the comparison, likely causes
     "rollout/empty_fraction": (
@@ -84,28 +90,64 @@ WARNINGS = {  # metric -> limit, sign of the comparison, likely causes
 }  # fmt: skip
 
 
+def squared_error(rollouts: list) -> float:
+    """Of the mean over responses of the summed log ratio to the reference."""
+    sums = [sum(r.logprobs) - sum(r.ref_logprobs) for r in rollouts if r.logprobs]
+    return variance(sums) / len(sums) if len(sums) > 1 else 0.0
+
+
 class Guards:
-    """state: {rollbacks, skips, warned, kl_history} of the run, changed in place."""
+    """state: that of the run, of which {rollbacks, skips, warned, kl_history} are changed in place."""
 
     def __init__(self, cfg: GuardConfig, folder: Path, state: dict, is_main: bool):
         self.cfg, self.folder, self.state, self.is_main = cfg, folder, state, is_main
+        self.bad_scores = 0  # steps in a row
+
+    def forget_later(self) -> None:
+        """Drop the lines of draws that the state has not seen, which are made again after a kill, and half a line."""
+        for name in ("events.jsonl", "suspicious.jsonl"):
+            if self.is_main and (self.folder / name).exists():
+                keep_lines(self.folder / name, "draw", self.state["draw"])
 
     def event(self, step: int, guard: str, value: float, limit: float | None, action: str, message: str) -> None:
         if self.is_main:
-            record = {"step": step, "guard": guard, "value": value, "limit": limit, "action": action}
+            record = {"step": step, "draw": self.state.get("draw", 0), "guard": guard, "value": value, "limit": limit}
             with open(self.folder / "events.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(record | {"message": message}) + "\n")
+                file.write(json.dumps(record | {"action": action, "message": message}) + "\n")
             against = "" if limit is None else f" (limit {limit:g})"
             print(f"guard at step {step}: {guard} {value:.4g}{against}: {message}; {action}", flush=True)
+
+    def check_scores(self, step: int, rollouts: list, rows: list[dict]) -> bool:
+        """Whether the update can use the scores. One that it cannot: UserError; with guards, other prompts instead."""
+        bad = next((r for r in rollouts if not abs(r.score) < MAX_SCORE), None)
+        if bad is None:
+            self.bad_scores = 0
+            return True
+        self.bad_scores += 1
+        what = f"the score of row {rows[bad.row]['id']} is {bad.score:g}, for the response {bad.text[:80]!r}"
+        if not self.cfg.enabled:
+            raise UserError(
+                f"step {step}: {what}; mend the reward, leave the row out, or go on with --resume auto and "
+                "guards.enabled true, which takes other prompts then"
+            )
+        stop = self.bad_scores >= self.cfg.max_skips
+        self.event(step, "score", bad.score, MAX_SCORE, "stopping" if stop else "going on with other prompts", what)
+        if stop:
+            raise RunStopped(
+                f"step {step}: {what}, and it was so in guards.max_skips {self.cfg.max_skips} steps in a row; mend "
+                "the reward and go on with --resume auto"
+            )
+        return False
 
     def check_rollouts(
         self, step: int, metrics: dict[str, float], rollouts: list, rows: list[dict], data: str
     ) -> Verdict:
         """Before the update."""
         cfg = self.cfg
-        history = self.state["kl_history"] = [*self.state["kl_history"], metrics["objective/kl"]][-NEGATIVE_KL_STEPS:]
-        mean = sum(history) / len(history)
-        crossed = len(history) == NEGATIVE_KL_STEPS and mean < NEGATIVE_KL
+        measured = [metrics["objective/kl"], squared_error(rollouts)]
+        history = self.state["kl_history"] = [*self.state["kl_history"], measured][-NEGATIVE_KL_STEPS:]
+        mean, error = fmean(kl for kl, _ in history), math.sqrt(sum(e for _, e in history)) / len(history)
+        crossed = len(history) == NEGATIVE_KL_STEPS and mean < min(NEGATIVE_KL, -NEGATIVE_KL_ERRORS * error)
         cause = (
             "objective/kl is negative over several steps: responses are not drawn from the policy's full distribution"
         )
@@ -149,8 +191,8 @@ class Guards:
         with open(self.folder / "suspicious.jsonl", "a", encoding="utf-8") as file:
             for r in rollouts:
                 if abs(r.score - mean) >= bound:
-                    record = {"step": step, "id": rows[r.row]["id"], "score": r.score}
-                    record |= {"prompt": rows[r.row]["prompt"], "response": r.text}
+                    record = {"step": step, "draw": self.state.get("draw", 0), "id": rows[r.row]["id"]}
+                    record |= {"score": r.score, "prompt": rows[r.row]["prompt"], "response": r.text}
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def check_first(self, step: int, approx_kl: float) -> None:
@@ -173,6 +215,19 @@ class Guards:
         message = "the policy has moved far enough"
         self.event(step, "update_kl", approx_kl, limit, "skipping the rest of the step", message)
         return Verdict("skip rest", "update_kl")
+
+    def check_outputs(self, step: int, finite: bool) -> Verdict:
+        """After the step's last update: nothing can be sampled from outputs that are not finite, nor gone on from."""
+        if finite:
+            return GO_ON
+        message = "after the update the outputs of policy or critic are not finite"
+        if not self.cfg.enabled:
+            raise UserError(
+                f"step {step}: {message}, so nothing was saved; lower lr and go on from the newest checkpoint "
+                "with --resume auto, or set guards.enabled"
+            )
+        self.event(step, "outputs", math.nan, None, "rolling back", message)
+        return Verdict("roll back", "outputs", before=step - 1, lr_factor=self.cfg.rollback_lr_factor)
 
     def check_gradients(self, step: int, norms: dict[str, float]) -> Verdict:
         """Before the optimizer steps, by the norms of policy and critic; max_skips bad ones in a row: roll back."""

@@ -151,12 +151,13 @@ def clip_grad_norm(accelerator, parameters: list, max_norm: float) -> float:
 
 
 def drop_gradients(accelerator, parameters: list) -> None:
-    """Make the next optimizer step leave these parameters alone."""
+    """Make the next optimizer step leave these parameters alone, which were never stepped."""
     for parameter in parameters:
         if is_zero3(accelerator):
             from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
 
             safe_set_local_grad(parameter, torch.zeros_like(safe_get_local_grad(parameter)))
+            parameter.was_dropped = True
         else:
             parameter.grad = None
 
@@ -164,6 +165,8 @@ def drop_gradients(accelerator, parameters: list) -> None:
 def discard_gradients(accelerator, model, optimizer) -> None:
     """Forget the gradients of this mini-batch, so that no optimizer step is due."""
     (model.optimizer if is_zero3(accelerator) else optimizer).zero_grad()
+    for parameter in model.parameters():
+        parameter.was_dropped = False
 
 
 def step_optimizer(accelerator, model, optimizer) -> None:
@@ -173,9 +176,21 @@ def step_optimizer(accelerator, model, optimizer) -> None:
         optimizer.zero_grad()
         return
     model.step()
-    for state in optimizer.optimizer.optimizer.state.values():  # zero gradients are no steps: see drop_gradients
-        if "exp_avg_sq" in state and not state["exp_avg_sq"].any():
-            state["step"].zero_()
+    for parameter in model.parameters():
+        if getattr(parameter, "was_dropped", False):  # its zero gradient was no step
+            zero3_state(parameter)["step"].zero_()
+            parameter.was_dropped = False
+
+
+def zero3_slice(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The flat float32 tensor of this rank, which the optimizer steps, that holds the parameter's slice."""
+    zero = parameter._z3_optimizer
+    return zero.fp32_partitioned_groups_flat[zero.grad_position[zero.get_param_id(parameter)][0]]
+
+
+def zero3_state(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Adam's state of `zero3_slice`."""
+    return parameter._z3_optimizer.optimizer.state[zero3_slice(parameter)]
 
 
 def gather_lists(values: list) -> list:

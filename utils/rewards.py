@@ -32,6 +32,14 @@ from utils.tensors import pad_rows
 from utils.tracking import progress_bar, say_once
 
 
+class BadScore(UserError):
+    """A score that is not finite, among the `scores` of all responses."""
+
+    def __init__(self, message: str, scores: list[float]):
+        super().__init__(message)
+        self.scores = scores
+
+
 @dataclass(frozen=True)
 class RewardConfig:
     """What responses are scored by."""
@@ -177,9 +185,13 @@ def function_scorer(name: str) -> Scorer:
         if len(scores) != len(responses):
             raise UserError(f"reward function {name} returned {len(scores)} scores for {len(responses)} responses")
         for i, score in enumerate(scores):
-            if not isinstance(score, SupportsFloat) or not math.isfinite(score):
+            if not isinstance(score, SupportsFloat):
                 raise UserError(f"reward function {name} returned {score} for the response {responses[i][:80]!r}")
-        return [float(score) for score in scores]
+        scores = [float(score) for score in scores]
+        for response, score in zip(responses, scores):
+            if not math.isfinite(score):
+                raise BadScore(f"reward function {name} returned {score} for the response {response[:80]!r}", scores)
+        return scores
 
     return scorer
 
@@ -222,12 +234,14 @@ class RewardModel:
             found |= zip(part, self.forward(ids.to(self.device), mask.to(self.device)).tolist())
             if bar is not None:
                 bar.update(len(set(part)))
-        for response, row in zip(responses, rows):
-            if not math.isfinite(found[row]):
-                raise UserError(
-                    f"the reward model gives {found[row]} to the response {response[:80]!r}; try model.dtype float32"
+        scores = [found[row] for row in rows]
+        for response, score in zip(responses, scores):
+            if not math.isfinite(score):
+                raise BadScore(
+                    f"the reward model gives {score} to the response {response[:80]!r}; try model.dtype float32",
+                    scores,
                 )
-        return [found[row] for row in rows]
+        return scores
 
     def batches(self, rows: list[tuple[int, ...]], size: int) -> list[tuple[list[tuple[int, ...]], int]]:
         """The different rows in batches, the longest first, and the width to pad each to.

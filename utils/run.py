@@ -74,18 +74,23 @@ def open_output_dir(output_dir: str, overwrite: bool, resume: str | None = None,
 
 
 MAY_CHANGE = {"output_dir", "total_steps", "total_epochs", "resume", "overwrite", "report_to"}
-MAY_CHANGE |= {"log_every", "save_every", "eval_every", "eval_prompts", "keep_last"}
+MAY_CHANGE |= {"log_every", "save_every", "eval_every", "eval_prompts", "keep_last", "lr", "critic.lr"}
+MAY_CHANGE |= {"micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"}
+MAY_CHANGE |= {"rollout.micro_batch_size_per_gpu", "model.gradient_checkpointing"}  # of memory and speed alone
 
 
 def check_same_config(folder: Path, config) -> None:
-    """A resumed run goes on with the configuration that it was started with, besides its length and its output."""
+    """A resumed run goes on with the configuration that it was started with.
+
+    Its length, its output, sizes of memory, learning rates and guards may change.
+    """
     file = folder / "config.yaml"
     if not file.is_file():
         return
 
     before, now = flatten(yaml.safe_load(file.read_text(encoding="utf-8"))), flatten(dataclasses.asdict(config))
     for key in sorted(set(before) | set(now)):
-        if key not in MAY_CHANGE and before.get(key) != now.get(key):
+        if key not in MAY_CHANGE and not key.startswith("guards.") and before.get(key) != now.get(key):
             raise UserError(
                 f"{file}: the run was started with {key} {before.get(key)}, not {now.get(key)}; "
                 "resume with the same value, or choose another output_dir"

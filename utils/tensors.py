@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # values of one size that differ by less are equal
+
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of `x` where the boolean `mask` (same shape) is true; 0 with zero gradient if nothing is.
@@ -13,9 +15,24 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
 
 
+def centred(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` (..., N) in float64 minus its mean over the mask of each row; 0 outside the mask.
+
+    Exactly 0 in rows that differ by no more than float32 rounding, which whitening would blow up to 1.
+    """
+    x = torch.where(mask, x, 0).double()
+    first = x.gather(-1, mask.int().argmax(-1, keepdim=True))  # equal values minus one of them are 0 without rounding
+    shifted = torch.where(mask, x - first, 0)
+    count = mask.sum(-1, keepdim=True).clamp(min=1)
+    shifted = torch.where(mask, shifted - shifted.sum(-1, keepdim=True) / count, 0)
+    spread = (shifted.square().sum(-1, keepdim=True) / count).sqrt()
+    return torch.where(spread <= ROUNDING * x.abs().amax(-1, keepdim=True), 0, shifted)
+
+
 def masked_variance(x: Tensor, mask: Tensor) -> Tensor:
-    """Population variance of `x` over the mask."""
-    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+    """Population variance of `x` over the mask; 0 where the values differ by rounding alone."""
+    flat = mask.flatten()
+    return masked_mean(centred(x.flatten(), flat) ** 2, flat).to(x.dtype)
 
 
 def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
@@ -23,7 +40,8 @@ def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
     Uses the population variance, so one valid element, or all equal ones, give 0 and not NaN.
     """
-    return torch.where(mask, (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + eps), 0)
+    out = centred(x.flatten(), mask.flatten()).view(x.shape)
+    return (out * torch.rsqrt(masked_mean(out**2, mask) + eps)).to(x.dtype)
 
 
 def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:

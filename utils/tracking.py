@@ -50,7 +50,7 @@ class Metrics:
         """Drop what was written for steps after `last_step`, which are run again."""
         for file in (self.file, self.file.with_name("samples.jsonl")):
             if self.is_main and file.exists():
-                keep_steps(file, last_step)
+                keep_lines(file, "step", last_step)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.accelerator.log(values, step=step)
@@ -60,16 +60,22 @@ class Metrics:
                 file.write(json.dumps({"step": step, **rounded}) + "\n")
 
 
-def keep_steps(file: Path, last_step: int) -> None:
-    """Drop the lines after `last_step`, which are run again, and a last line that is half-written."""
-    lines = []
-    for line in file.read_text(encoding="utf-8").split("\n"):
+def read_lines(file: Path) -> list[dict]:
+    """The objects of a .jsonl, without lines that a killed process left half-written."""
+    rows = []
+    for line in file.read_bytes().split(b"\n"):
         try:
-            if json.loads(line)["step"] <= last_step:
-                lines.append(line + "\n")
-        except (json.JSONDecodeError, KeyError):
+            row = json.loads(line)
+        except ValueError:  # a cut may go through a character too
             continue
-    write_text(file, "".join(lines))
+        rows += [row] if isinstance(row, dict) else []
+    return rows
+
+
+def keep_lines(file: Path, key: str, last: int) -> None:
+    """Drop the lines whose `key` is after `last`, which are made again, and those that are half-written."""
+    kept = [row for row in read_lines(file) if row.get(key, 0) <= last]
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
 
 def start_trackers(accelerator, cfg) -> None:
@@ -100,7 +106,7 @@ def read_metrics(folder: Path) -> list[dict]:
     file = Path(folder) / "metrics.jsonl"
     if not file.is_file():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return read_lines(file)
 
 
 class Timer:
