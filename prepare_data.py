@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # this utils, not that of another folder
 
 from dataprep.chunks import RowRules, Work, run_chunks
 from dataprep.convert import group_rows
@@ -38,10 +41,11 @@ from dataprep.shapes import GROUPED, PAIRED, USES, Columns, Shape, detect_source
 from dataprep.similarity import hash64
 from dataprep.sources import Chunk, Hub, hub_label, is_local, is_saved, read_file, read_source, source_files
 from utils.config import UserError
-from utils.data import folder_kind, show
+from utils.data import folder_kind
 from utils.files import replace_folder, write_json, write_text
 from utils.rows import BadRow
 from utils.run import check_output_dir, record_run, run_stage
+from utils.tracking import say
 
 
 @dataclass(frozen=True)
@@ -282,7 +286,7 @@ def read_excluded(files: list[str]) -> set[str]:
             raise UserError(f"exclude {file} is not a file")
     for place, raw in (row for file in files for part in read_file(file) for row in part.rows()):
         if isinstance(raw, BadRow):  # such as a last line that a killed run left half-written
-            print(f"{place}: {raw.reason}, left out of exclude", flush=True)
+            say(f"{place}: {raw.reason}, left out of exclude")
             continue
         if not isinstance(raw, dict) or not ("id" in raw or "prompt" in raw):
             raise UserError(f"{place}: exclude needs objects with an id or a prompt (a list of messages)")
@@ -347,7 +351,7 @@ def open_source(source: Source, role: str, cfg: DataConfig, kind: str | None, fo
         place, shape = detect_source(some, cfg.columns, kind)
         check_kind(cfg, shape.kind)
         check_columns(cfg, shape, place)
-        print(show(f"{source.path}: {shape.kind}, {shape.name} (from {place})"), flush=True)
+        say(f"{source.path}: {shape.kind}, {shape.name} (from {place})")
     else:
         shape = Shape(kind or "prompts", "no rows")  # every row is broken and says why
     columns = cfg.columns
@@ -410,6 +414,8 @@ def prepare(cfg: DataConfig) -> dict:
     check_not_replaced(files, output, cfg)
     about = fingerprint(cfg, [*files, *sorted(map(str, output.glob("*.parquet")))], rules) if all(local) else None
     with workshop(output, about) as folder:
+        if find_earlier(cfg, output)[0] != earlier:  # now that no other run can
+            raise UserError(f"output_dir {output} was changed by another run meanwhile; run again")
         tally = Tally(cfg.on_bad_row == "error", open_list(folder / "dropped.jsonl", earlier and earlier.folder))
 
         # 1. rows -> chunk files, in parallel
@@ -442,7 +448,7 @@ def prepare(cfg: DataConfig) -> dict:
         write_text(new / "report.html", report_page(report, tally.histograms, shown, rules.tokenizer))
         write_json(new / "report.json", report)
         record_run(new, all_sources(output, cfg) if earlier else cfg, started)
-        if earlier:
+        if output.exists():
             keep_files(output, new)
         replace_folder(new, output)
         shutil.rmtree(folder)
@@ -451,7 +457,7 @@ def prepare(cfg: DataConfig) -> dict:
     if shown:
         print_example(shown[0], kind, rules.tokenizer)
     print_summary(tally, report, rows_out)
-    print(f"wrote {output}", flush=True)
+    say(f"wrote {output}")
     return report
 
 

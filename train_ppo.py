@@ -13,6 +13,7 @@ reference, and values. 4 token rewards: minus kl_coef x KL on each token, plus t
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # this utils, not that of another folder
 
 from utils import launch, models, tracking
 from utils.checkpoint import load_checkpoint, rewrite_state, save_checkpoint, step_name
@@ -45,9 +48,9 @@ from utils.models import RoleModel
 from utils.report import curves_svg, page
 from utils.rewards import RewardConfig, Scorer, check_ground_truth, check_reward_config, open_reward_model, open_scorer
 from utils.rollout import Sampling, generate
-from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
+from utils.run import alone, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, masked_mean, masked_variance, masked_whiten, pad_rows
-from utils.tracking import Metrics, Timer, peak_memory_gb, progress_bar, read_metrics
+from utils.tracking import Metrics, Timer, peak_memory_gb, progress_bar, read_metrics, say
 
 KL_COEF_BOUNDS = (1e-4, 10.0)  # the controller never leaves these
 NO_SCORES = {"count": 0, "mean": 0.0, "m2": 0.0}  # moments of the run's scores before the first
@@ -184,8 +187,8 @@ class PPOConfig:
     """learning rate of the policy (AdamW, constant); null = 1e-4 with lora, 1e-5 without"""
     max_grad_norm: AtLeast0 = 1.0
     """gradients of policy and of critic are each scaled down to this norm"""
-    save_every: WholeNumber = 0
-    """steps between checkpoints; 0 = none"""
+    save_every: WholeNumber = 20
+    """steps between checkpoints, which --resume auto goes on from; 0 = none"""
     keep_last: Count = 2
     """checkpoints to keep"""
     eval_every: WholeNumber = 0
@@ -592,7 +595,6 @@ def start(cfg: PPOConfig) -> Run:
     """Check everything, load models and data, open output_dir, and restore the newest checkpoint when resuming."""
     check_config(cfg)
     folder = Path(cfg.output_dir)
-    check_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume, can_resume=True)
     if cfg.resume:
         check_same_config(folder, cfg)
     accelerator = launch.start_accelerator(folder, cfg.report_to, cfg.seed)
@@ -644,18 +646,18 @@ def describe(run: Run, trained: int) -> None:
     batch, mini, micro, n = (
         cfg.train_batch_size, cfg.ppo_mini_batch_size, cfg.ppo_micro_batch_size_per_gpu, cfg.rollout.n
     )  # fmt: skip
-    print(
+    say(
         f"{len(run.rows)} prompts; {run.total_steps} steps of {batch // n} prompts x {n} = {batch} responses; "
         f"{cfg.ppo_epochs} epoch(s) x {batch // mini} mini-batch(es) of {mini} = {mini // (micro * world)} "
         f"micro-batch(es) of {micro} x {world} rank(s)"
     )
     if models.adapter_base(cfg.model.path):
-        print(f"policy and reference start from the adapter {cfg.model.path}, merged into its base")
+        say(f"policy and reference start from the adapter {cfg.model.path}, merged into its base")
     places = [
         f"{role} = {name}" + (f"[{adapter}]" if adapter else "") for role, (name, adapter) in run.roles.roles.items()
     ]
     dtype = str(run.roles.dtype).removeprefix("torch.")
-    print(f"roles: {', '.join(places)}; {trained:,} trained weights; {dtype} on {run.device}", flush=True)
+    say(f"roles: {', '.join(places)}; {trained:,} trained weights; {dtype} on {run.device}")
 
 
 # -------------------------------------------------------------------------------------------------- 1 sample
@@ -730,10 +732,10 @@ def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:
 def print_rollout(rollout: Rollout, tokenizer) -> None:
     """One rollout as the update sees it; ‹...› marks the tokens in the loss."""
     marked = "; the part in ‹...› is in the loss" if show("‹") == "‹" else ""
-    print(f"--- one rollout, decoded{marked}")
-    print(show(f"{tokenizer.decode(rollout.prompt_ids)}‹{tokenizer.decode(rollout.response_ids)}›"))
+    say(f"--- one rollout, decoded{marked}")
+    say(f"{tokenizer.decode(rollout.prompt_ids)}‹{tokenizer.decode(rollout.response_ids)}›")
     end = "ended" if rollout.ended else "cut off"
-    print(f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {end}", flush=True)
+    say(f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {end}")
 
 
 # -------------------------------------------------------------------------------------- 3 log-probabilities
@@ -980,7 +982,6 @@ def roll_back(run: Run, verdict: Verdict) -> None:
         word = "good " if restored["step"] <= verdict.before else ""
         length = f"--total_steps {restored['step']}" + (" --total_epochs null" if cfg.total_epochs is not None else "")
         more = f" (--resume auto {length} writes it to final/)" if restored["step"] else ", the start"
-        write_report(run)
         run.accelerator.wait_for_everyone()
         raise RunStopped(
             f"guards.max_rollbacks {limit} is used up at step {step}; the last {word}checkpoint is {place}{more}"
@@ -1030,7 +1031,7 @@ def answer_held_out(run: Run) -> dict[str, float]:
         file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
     tracking.log_samples(run.accelerator, run.state["step"], samples)
     for question, r in zip(questions[:2], rollouts):
-        print(show(f"  {question[-100:]!r} -> {r.text[:300]!r} ({r.score:+.2f})"), flush=True)
+        say(f"  {question[-100:]!r} -> {r.text[:300]!r} ({r.score:+.2f})")
     return {"eval/score_mean": fmean(r.score for r in rollouts)}
 
 
@@ -1068,7 +1069,7 @@ def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_mai
         if adapter is not None and plain_base:
             models.save_adapter(model.models[name], adapter, folder / "adapter")
         elif adapter is not None:
-            print("adapter/ is left out: it would need the LoRA folder that the run started from, merged in memory")
+            say("adapter/ is left out: it would need the LoRA folder that the run started from, merged in memory")
         if critic is None:
             return
         head = {"value_head.safetensors": {n: p.detach().cpu() for n, p in model.value_head.named_parameters()}}
@@ -1084,11 +1085,9 @@ def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_mai
 # ----------------------------------------------------------------------------------------------------- train
 
 
-def train(cfg: PPOConfig) -> list[dict]:
-    """Run stage 3; returns the metrics of its steps, which also stand in metrics.jsonl."""
-    started = time.time()
-    run = start(cfg)
-    state, accelerator = run.state, run.accelerator
+def take_steps(run: Run) -> list[dict]:
+    """All steps that are left; returns their metrics."""
+    cfg, state, accelerator = run.cfg, run.state, run.accelerator
     history, clock, steps_run = [], time.time(), 0
     bar = progress_bar(label="ppo", unit="step", total=run.total_steps, initial=state["step"])
 
@@ -1137,25 +1136,34 @@ def train(cfg: PPOConfig) -> list[dict]:
         steps_run += 1
         if run.is_main and (step % cfg.log_every == 0 or step == run.total_steps):
             left = tracking.remaining(steps_run, steps_run + run.total_steps - step, time.time() - clock)
-            print(
+            say(
                 f"step {step}/{run.total_steps}  score {metrics['objective/score_mean']:+.3f}  "
                 f"KL/token {metrics['objective/kl_per_token']:.4f}  "
                 f"length {metrics['rollout/response_length_mean']:.1f}  "
                 f"entropy {metrics['objective/entropy']:.2f}  clipped {metrics.get('policy/clip_fraction', 0.0):.3f}  "
-                f"{seconds['total']:.1f} s  left {left}",
-                flush=True,
+                f"{seconds['total']:.1f} s  left {left}"
             )
         if cfg.save_every and step % cfg.save_every == 0:
             save_checkpoint(run.folder, accelerator, run.model, run.optimizer, state, cfg.keep_last)
     bar.close()
+    return history
 
+
+@alone
+def train(cfg: PPOConfig) -> list[dict]:
+    """Run stage 3; returns the metrics of its steps, which also stand in metrics.jsonl."""
+    started = time.time()
+    run = start(cfg)
+    try:
+        history = take_steps(run)
+    finally:  # of a run that is cut off, too
+        write_report(run)
     save_final(run.roles, run.tokenizer, cfg, run.folder, run.is_main)
-    write_report(run)
     if run.is_main:
         record_run(run.folder, cfg, started)
-        print(f"peak memory {peak_memory_gb(run.device):.2f} GB; wrote {run.folder / 'final'}", flush=True)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+        say(f"peak memory {peak_memory_gb(run.device):.2f} GB; wrote {run.folder / 'final'}")
+    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
     return history
 
 

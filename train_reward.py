@@ -9,6 +9,7 @@ Writes `final/`, a one-output AutoModelForSequenceClassification folder (or a Lo
 
 import copy
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # this utils, not that of another folder
+
 from utils import launch
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import AtLeast0, Count, LoraOptions, ModelConfig, Positive, UserError, WholeNumber, check_ranges
-from utils.data import encode_dialogues, encode_responses, load_rows, show
+from utils.data import encode_dialogues, encode_responses, load_rows
 from utils.files import write_json
 from utils.loader import Batches
 from utils.models import (
@@ -41,9 +44,9 @@ from utils.models import (
     template_fingerprint,
     write_stats,
 )
-from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
+from utils.run import alone, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, pad_rows
-from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, start_trackers
+from utils.tracking import Metrics, peak_memory_gb, progress_bar, remaining, say, start_trackers
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ class RewardTrainConfig:
     """weight of (chosen + rejected)^2, which keeps scores near 0 (Eisenstein et al. 2023)"""
     eval_every: WholeNumber = 0
     """steps between evaluations on the test split; 0 = only at the end"""
-    save_every: WholeNumber = 0
-    """steps between checkpoints; 0 = none"""
+    save_every: WholeNumber = 100
+    """steps between checkpoints, which --resume auto goes on from; 0 = none"""
     log_every: Count = 5
     """steps between lines on the terminal"""
     resume: Literal["auto"] | None = None
@@ -341,12 +344,12 @@ def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Pat
 # ------------------------------------------------------------------------------------------------------ train
 
 
+@alone
 def train(cfg: RewardTrainConfig) -> dict:
     """Run stage 2; returns the held-out evaluation that is also written to final/reward_stats.json."""
     started = time.time()
     check_config(cfg)
     folder = Path(cfg.output_dir)
-    check_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume, can_resume=True)
     if cfg.resume:
         check_same_config(folder, cfg)
     accelerator = launch.start_accelerator(folder, cfg.report_to, cfg.seed)
@@ -389,11 +392,10 @@ def train(cfg: RewardTrainConfig) -> dict:
     steps = math.ceil(cfg.epochs * loader.per_epoch)
     metrics = Metrics(folder, accelerator, first_step)
     if is_main:
-        print(
+        say(
             f"{loader.rows} train pairs, {len(test_pairs)} test pairs; {steps} steps of {cfg.train_batch_size} pairs "
             f"on {world} rank(s); {trained:,} trained weights; "
-            f"{str(launch.unwrap(model).dtype).removeprefix('torch.')} on {device}",
-            flush=True,
+            f"{str(launch.unwrap(model).dtype).removeprefix('torch.')} on {device}"
         )
 
     # 3. train
@@ -404,7 +406,7 @@ def train(cfg: RewardTrainConfig) -> dict:
         if is_main and step == first_step and batch:
             ids, mask = batch[0]["input_ids"], batch[0]["attention_mask"]
             for name, row in (("chosen:  ", 0), ("rejected:", len(ids) // 2)):
-                print(show(f"first pair, {name} {tokenizer.decode(ids[row][mask[row]])}"), flush=True)
+                say(f"first pair, {name} {tokenizer.decode(ids[row][mask[row]])}")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, cfg.lr)
         values = optimizer_step(model, optimizer, batch, cfg, accelerator)
@@ -424,7 +426,7 @@ def train(cfg: RewardTrainConfig) -> dict:
                 if values["pairs"]
                 else "no pairs"
             )
-            print(f"step {done}/{steps}  {numbers.format(**values)}  left {eta}", flush=True)
+            say(f"step {done}/{steps}  {numbers.format(**values)}  left {eta}")
         if cfg.save_every and (done % cfg.save_every == 0):
             save_checkpoint(folder, accelerator, model, optimizer, {"step": done}, keep_last=2)
     bar.close()
@@ -432,7 +434,7 @@ def train(cfg: RewardTrainConfig) -> dict:
     if seen and not used:
         raise UserError(f"the tokens of all {seen} training pairs are equal, so none was left to train on")
     if is_main and used < seen:
-        print(f"left out {seen - used} of {seen} pairs, whose tokens are equal", flush=True)
+        say(f"left out {seen - used} of {seen} pairs, whose tokens are equal")
 
     # 4. evaluate and save
     result = evaluate_pairs(model, test_pairs, pad_id, micro, accelerator)
@@ -443,12 +445,12 @@ def train(cfg: RewardTrainConfig) -> dict:
         write_json(folder / "report.json", result)
         record_run(folder, cfg, started)
         low, high = result["accuracy_ci95"]
-        print(
+        say(
             f"held-out accuracy {result['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}, {result['n']} pairs); "
             f"scores {result['score_mean']:+.2f} ± {result['score_std']:.2f}; "
             f"peak memory {peak_memory_gb(device):.2f} GB"
         )
-        print(f"wrote {folder / 'final'}", flush=True)
+        say(f"wrote {folder / 'final'}")
     accelerator.end_training()
     return result
 

@@ -28,6 +28,7 @@ from utils.rows import (
     read_hdf5_rows,
     unique_keys,
 )
+from utils.tracking import say
 
 SIDECARS = (
     "report.json",
@@ -179,7 +180,7 @@ def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
         return
     files, left_out = source_files(source, hub.split)
     if left_out:
-        print(f"{source}: {len(left_out)} files are not read, such as {left_out[0]}", flush=True)
+        say(f"{source}: {len(left_out)} files are not read, such as {left_out[0]}")
     for file in files:
         yield from read_file(file)
     if not files:

@@ -153,7 +153,7 @@ def test_every_option_is_described(config, capsys):
             "algorithm.lam, critic.lr has no effect",
         ),
         (["--critic.kind", "shared", "--critic.path", "x"], "critic.path has no effect"),
-        (["--guards.enabled", "true"], "guards.enabled needs checkpoints"),
+        (["--guards.enabled", "true", "--save_every", "0"], "guards.enabled needs checkpoints"),
         (["--guards.enabled", "true", "--save_every", "1", "--keep_last", "1"], "keep_last to 2"),
         (
             ["--guards.enabled", "true", "--save_every", "1", "--guards.max_skips", "0"],
@@ -165,7 +165,7 @@ def test_every_option_is_described(config, capsys):
         ),
         (["--algorithm.gamma", "-1"], "algorithm.gamma -1.0 must be between 0 and 1"),
         (["--eval_prompts", "3"], "eval_prompts has no effect without eval_every"),
-        (["--keep_last", "3"], "keep_last has no effect without save_every"),
+        (["--keep_last", "3", "--save_every", "0"], "keep_last has no effect without save_every"),
         (["--guards.max_rollbacks", "9"], "guards.* has no effect"),
         (["--lora", "null"], "critic.kind adapter needs lora"),
         (["--critic.loss_coef", "0.5"], "critic.loss_coef has no effect"),

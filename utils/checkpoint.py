@@ -16,6 +16,7 @@ from torch import Tensor
 from utils.config import UserError
 from utils.files import replacing, write_json
 from utils.launch import unwrap
+from utils.tracking import say
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS, OPTIMIZER, STATE = "trained.safetensors", "optimizer.safetensors", "state.json"
@@ -147,7 +148,7 @@ def read_checkpoint(folder: Path) -> dict | None:
             return content["state"]
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    print(f"{folder} is damaged and is left out", flush=True)
+    say(f"{folder} is damaged and is left out")
     return None
 
 

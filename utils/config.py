@@ -242,7 +242,8 @@ def _check_keys(types: dict, argv: list[str]) -> list[str]:
                 raise UserError("--config needs a YAML file; configs/ has examples")
             values = _read_yaml(value)
             _check_tree(values, types, value)
-            given = given if values else []
+            # by its content: the parser would read the file in the encoding of the console
+            given = [f"--config={yaml.safe_dump(values)}"] if values else []
         elif name.removesuffix("+") not in types:
             raise UserError(f"unknown option --{name}{_nearest(name, list(types))}")
         elif bare and bool in (types[name], *typing.get_args(types[name])):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from utils.config import AtLeast0, AtLeast1, Count, Share, WholeNumber
+from utils.tracking import say
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Guards:
             with open(self.folder / "events.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(record | {"message": message}) + "\n")
             against = "" if limit is None else f" (limit {limit:g})"
-            print(f"guard at step {step}: {guard} {value:.4g}{against}: {message}; {action}", flush=True)
+            say(f"guard at step {step}: {guard} {value:.4g}{against}: {message}; {action}")
 
     def check_rollouts(
         self, step: int, metrics: dict[str, float], rollouts: list, rows: list[dict], data: str

@@ -5,9 +5,12 @@
 """
 
 import contextlib
+import difflib
 import hashlib
 import importlib.util
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from utils.config import LoraOptions, ModelConfig, UserError
 from utils.files import locked, replacing, write_json
 from utils.launch import whole
 from utils.tensors import token_entropy, token_logprobs
+from utils.tracking import say
 
 # A model without a chat template gets this one. Each turn ends with the eos token, as each response does.
 PLAIN_TEMPLATE = (
@@ -41,13 +45,19 @@ def resolve_model_path(path: str) -> str:
     """
     file = Path(path)
     if file.suffix != ".gguf":
-        if not file.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-            raise UserError(f"model folder {path} does not exist")
+        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path, re.ASCII) and path[0] not in "."
+        if not file.exists() and (not is_name or ("/" in path and file.parent.is_dir())):
+            folder = file.expanduser().parent
+            near = difflib.get_close_matches(file.name, os.listdir(folder) if folder.is_dir() else [], 1, 0.75)
+            raise UserError(f"model folder {path} does not exist" + (f"; {folder / near[0]} does" if near else ""))
+        check_weights(file)
         return path
     if not file.is_file():
         raise UserError(f"model file {path} does not exist")
     folder = file.with_name(file.name + ".converted")
     stamp = f"{file.stat().st_size} {file.stat().st_mtime_ns}"
+    if (folder / "source").exists() and (folder / "source").read_text() == stamp:
+        return str(folder)
     with locked(folder.with_name(folder.name + ".lock")):
         if (folder / "source").exists() and (folder / "source").read_text() == stamp:
             return str(folder)
@@ -56,9 +66,12 @@ def resolve_model_path(path: str) -> str:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         quiet_in_logs()
-        print(f"converting {file} to {folder} (once)", flush=True)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        say(f"converting {file} to {folder} (once)")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        except Exception as error:  # of the parser, which knows no kinds
+            raise UserError(f"{file} cannot be read, it may be damaged ({_first_line(error)}); get it again") from None
         # The weights are plain float32 by now; without these lines saving is refused as "quantized".
         model.hf_quantizer, model.is_quantized = None, False
         del model.config.quantization_config
@@ -117,7 +130,23 @@ def adapter_base(path: str) -> str | None:
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
         return None
-    return resolve_model_path(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    check_weights(file.parent)
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({type(error).__name__}: {_first_line(error)}); save it again") from None
+    return resolve_model_path(base)
+
+
+def check_weights(folder: Path) -> None:
+    """The header and the length of each safetensors file. Raises UserError."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            safe_open(file, "pt")
+        except SafetensorError as error:
+            raise UserError(f"{file} is damaged or not whole ({error}); get it again") from None
 
 
 def same_model(path: str, other: str) -> bool:

@@ -9,14 +9,23 @@ import time
 from pathlib import Path
 
 from utils.config import flatten
+from utils.data import show
 from utils.files import write_text
+
+
+def say(text: str = "") -> None:
+    """Print lines; on a terminal they push the living progress bars down."""
+    from tqdm import tqdm
+
+    with tqdm.external_write_mode(file=sys.stdout):
+        print(show(text), flush=True)
 
 
 def progress_bar(iterable=None, label: str = "", unit: str = "it", total: int | None = None, initial: int = 0):
     """A bar with rate and ETA on a terminal, nothing in a log file, and only on the first rank."""
     from tqdm import tqdm
 
-    quiet = int(os.environ.get("RANK", 0)) != 0 or not sys.stderr.isatty()
+    quiet = int(os.environ.get("RANK", 0)) != 0 or not (sys.stderr and sys.stderr.isatty())
     return tqdm(iterable, desc=label, unit=unit, total=total, initial=initial, disable=quiet, dynamic_ncols=True)
 
 
@@ -69,7 +78,13 @@ def start_trackers(accelerator, cfg) -> None:
     if cfg.report_to == "tensorboard":
         accelerator.init_trackers("tensorboard")  # the name of its folder
     elif cfg.report_to != "none":
-        accelerator.init_trackers("flatrlhf", config=flatten(dataclasses.asdict(cfg)))
+        folder = Path(cfg.output_dir).resolve()
+        options = {
+            "wandb": {"wandb": {"name": folder.name, "dir": str(folder)}},
+            "trackio": {"trackio": {"name": folder.name}},
+        }
+        config = flatten(dataclasses.asdict(cfg))
+        accelerator.init_trackers("flatrlhf", config=config, init_kwargs=options[cfg.report_to])
 
 
 def log_samples(accelerator, step: int, samples: list[dict]) -> None:
