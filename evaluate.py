@@ -10,6 +10,7 @@ Both models answer the same held-out prompts. Writes `report.json` and a self-co
 import html
 import json
 import math
+import sys
 import textwrap
 import time
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # this utils, not that of another folder
+
 from utils.config import AtLeast0, Count, ModelConfig, UserError, WholeNumber, check_ranges
-from utils.data import decode_response, encode_prompts, load_prompts, show
+from utils.data import decode_response, encode_prompts, load_prompts
 from utils.files import write_json, write_text
 from utils.launch import gather_lists, split_for_rank, start_accelerator
 from utils.models import (
@@ -43,9 +46,9 @@ from utils.rewards import (
     rule_scorer,
 )
 from utils.rollout import Sampling, generate
-from utils.run import check_output_dir, open_output_dir, record_run, run_stage
+from utils.run import alone, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, pad_rows
-from utils.tracking import peak_memory_gb, progress_bar, read_metrics
+from utils.tracking import peak_memory_gb, progress_bar, read_metrics, say
 
 BOOTSTRAP_SAMPLES = 10_000
 SCORED_BY = ("id", "ground_truth", "reference", "metadata")  # columns that a scorer gets
@@ -328,18 +331,18 @@ def table_rows(report: dict) -> list[list[str]]:
 
 def print_report(report: dict, n_samples: int) -> None:
     n = len(report["samples"])
-    print(f"\n{n} held-out prompts; win rate judged by {report['win_rate_judge']}")
-    print(f"{'':26}{'before':>9}{'after':>9}{'change':>9}   95% interval of the change")
+    say(f"\n{n} held-out prompts; win rate judged by {report['win_rate_judge']}")
+    say(f"{'':26}{'before':>9}{'after':>9}{'change':>9}   95% interval of the change")
     for label, before, after, change, interval in table_rows(report):
-        print(f"{label:26}{before:>9}{after:>9}{change:>9}   {interval}")
+        say(f"{label:26}{before:>9}{after:>9}{change:>9}   {interval}")
     for sample in report["samples"][:n_samples]:
-        print(show(f"\n> {'…' * (len(sample['prompt']) > 200)}{sample['prompt'][-200:]}"))
+        say(f"\n> {'…' * (len(sample['prompt']) > 200)}{sample['prompt'][-200:]}")
         sides = [textwrap.wrap(sample[name]["response"], 46) or ["(empty)"] for name in ("baseline", "policy")]
-        print(f"  {'before':48}after")
+        say(f"  {'before':48}after")
         for i in range(max(map(len, sides))):
             left, right = (side[i] if i < len(side) else "" for side in sides)
-            print(show(f"  {left:48}{right}"))
-    print()
+            say(f"  {left:48}{right}")
+    say()
 
 
 def training_curves(policy_path: str) -> list[dict]:
@@ -384,11 +387,11 @@ Intervals are 95% intervals of the change, over prompts.</p>
 # --------------------------------------------------------------------------------------------------- evaluate
 
 
+@alone
 def evaluate(cfg: EvaluateConfig) -> dict:
     """Run stage 4; returns the report that is also written to report.json."""
     started = time.time()
     check_config(cfg)
-    check_output_dir(cfg.output_dir, cfg.overwrite)
     accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.seed)
     rows = load_prompts(cfg.data, "test")[: cfg.max_prompts]
     if cfg.rules or (cfg.reward_model and cfg.reward_model.style == "rule"):
@@ -411,7 +414,7 @@ def evaluate(cfg: EvaluateConfig) -> dict:
         record_run(folder, cfg, started)
         print_report(report, cfg.show_samples)
         memory = peak_memory_gb(accelerator.device)
-        print(f"peak memory {memory:.2f} GB; report: {folder / 'report.html'}", flush=True)
+        say(f"peak memory {memory:.2f} GB; report: {folder / 'report.html'}")
     accelerator.end_training()
     return report
 

@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # this utils, not that of another folder
 
 from dataprep.chunks import RowRules, Work, run_chunks
 from dataprep.convert import group_rows
@@ -38,10 +41,11 @@ from dataprep.shapes import GROUPED, PAIRED, USES, Columns, Shape, detect_source
 from dataprep.similarity import hash64
 from dataprep.sources import Chunk, Hub, as_label, hub_label, is_local, is_saved, read_file, read_source, source_files
 from utils.config import UserError
-from utils.data import answer_opening, folder_kind, show
+from utils.data import answer_opening, folder_kind
 from utils.files import replace_folder, write_json, write_text
 from utils.rows import BadRow
 from utils.run import check_output_dir, record_run, run_stage
+from utils.tracking import say
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,7 @@ def read_excluded(files: list[str]) -> set[str]:
             raise UserError(f"exclude {file} is not a file")
     for place, raw in (row for file in files for part in read_file(file) for row in part.rows()):
         if isinstance(raw, BadRow):  # such as a last line that a killed run left half-written
-            print(show(f"{place}: {raw.reason}, left out of exclude"), flush=True)
+            say(f"{place}: {raw.reason}, left out of exclude")
             continue
         if not isinstance(raw, dict) or not ("id" in raw or "prompt" in raw):
             raise UserError(f"{place}: exclude needs objects with an id or a prompt (a list of messages)")
@@ -351,7 +355,7 @@ def open_source(source: Source, role: str, cfg: DataConfig, kind: str | None) ->
         place, shape = detect_source(some, cfg.columns, kind)
         check_kind(cfg, shape.kind)
         check_columns(cfg, shape, place)
-        print(show(f"{source.path}: {shape.kind}, {shape.name} (from {place})"), flush=True)
+        say(f"{source.path}: {shape.kind}, {shape.name} (from {place})")
     else:
         shape = Shape(kind or "prompts", "no rows")  # every row is broken and says why
     split = f"[{source.hub.split}]" if source.hub.split else ""
@@ -458,7 +462,7 @@ def prepare(cfg: DataConfig) -> dict:
         write_text(new / "report.html", report_page(report, tally.histograms, shown, rules.tokenizer))
         write_json(new / "report.json", report)
         record_run(new, all_sources(output, cfg) if earlier else cfg, started)
-        if earlier:
+        if output.exists():
             keep_files(output, new)
         replace_folder(new, output)
         shutil.rmtree(folder)
@@ -467,7 +471,7 @@ def prepare(cfg: DataConfig) -> dict:
     if shown:
         print_example(shown[0], kind, rules.tokenizer)
     print_summary(tally, report, rows_out)
-    print(show(f"wrote {output}"), flush=True)
+    say(f"wrote {output}")
     return report
 
 

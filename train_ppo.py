@@ -13,6 +13,7 @@ reference, and values. 4 token rewards: minus kl_coef x KL on each token, plus t
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # this utils, not that of another folder
 
 from utils import contracts, launch, models, saving, tracking
 from utils.checkpoint import (
@@ -61,9 +64,9 @@ from utils.rewards import (
     open_scorer,
 )
 from utils.rollout import Sampling, generate_with_logprobs
-from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
+from utils.run import alone, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import ROUNDING, centred, longest_first, masked_mean, masked_variance, masked_whiten, pad_rows
-from utils.tracking import Metrics, Timer, peak_memory_gb, progress_bar, read_metrics
+from utils.tracking import Metrics, Timer, peak_memory_gb, progress_bar, read_metrics, say
 
 KL_COEF_BOUNDS = (1e-4, 10.0)  # the controller never leaves these
 MAX_TOKEN_KL = 10.0  # nats of k3 that one token adds to the measured KL: its exponential would outweigh a whole step
@@ -202,8 +205,8 @@ class PPOConfig:
     """learning rate of the policy (AdamW, constant); null = 1e-4 with lora, 1e-5 without"""
     max_grad_norm: AtLeast0 = 1.0
     """gradients of policy and of critic are each scaled down to this norm"""
-    save_every: WholeNumber = 0
-    """steps between checkpoints; 0 = none"""
+    save_every: WholeNumber = 20
+    """steps between checkpoints, which --resume auto goes on from; 0 = none"""
     keep_last: Count = 2
     """checkpoints to keep"""
     eval_every: WholeNumber = 0
@@ -614,7 +617,6 @@ def start(cfg: PPOConfig) -> Run:
     """Check everything, load models and data, open output_dir, and restore the newest checkpoint when resuming."""
     check_config(cfg)
     folder = Path(cfg.output_dir)
-    check_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume, can_resume=True)
     if cfg.resume:
         check_same_config(folder, cfg)
     accelerator = launch.start_accelerator(folder, cfg.report_to, cfg.seed)
@@ -680,7 +682,7 @@ def start(cfg: PPOConfig) -> Run:
     if accelerator.is_main_process:
         describe(run, trained)
         if idle:
-            print(f"{len(idle)} weights have no part in the loss and stay as they are: {', '.join(idle[:3])} ...")
+            say(f"{len(idle)} weights have no part in the loss and stay as they are: {', '.join(idle[:3])} ...")
     return run
 
 
@@ -689,18 +691,18 @@ def describe(run: Run, trained: int) -> None:
     batch, mini, micro, n = (
         cfg.train_batch_size, cfg.ppo_mini_batch_size, cfg.ppo_micro_batch_size_per_gpu, cfg.rollout.n
     )  # fmt: skip
-    print(
+    say(
         f"{len(run.rows)} prompts; {run.total_steps} steps of {batch // n} prompts x {n} = {batch} responses; "
         f"{cfg.ppo_epochs} epoch(s) x {batch // mini} mini-batch(es) of {mini} = {math.ceil(mini / world / micro)} "
         f"micro-batch(es) of at most {micro} x {world} rank(s)"
     )
     if models.adapter_base(cfg.model.path):
-        print(f"policy and reference start from the adapter {cfg.model.path}, merged into its base")
+        say(f"policy and reference start from the adapter {cfg.model.path}, merged into its base")
     places = [
         f"{role} = {name}" + (f"[{adapter}]" if adapter else "") for role, (name, adapter) in run.roles.roles.items()
     ]
     dtype = str(run.roles.dtype).removeprefix("torch.")
-    print(f"roles: {', '.join(places)}; {trained:,} trained weights; {dtype} on {run.device}", flush=True)
+    say(f"roles: {', '.join(places)}; {trained:,} trained weights; {dtype} on {run.device}")
 
 
 # -------------------------------------------------------------------------------------------------- 1 sample
@@ -792,10 +794,10 @@ def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:
 def print_rollout(rollout: Rollout, tokenizer) -> None:
     """One rollout as the update sees it; ‹...› marks the tokens in the loss."""
     marked = "; the part in ‹...› is in the loss" if show("‹") == "‹" else ""
-    print(f"--- one rollout, decoded{marked}")
-    print(show(f"{tokenizer.decode(rollout.prompt_ids)}‹{tokenizer.decode(rollout.response_ids)}›"))
+    say(f"--- one rollout, decoded{marked}")
+    say(f"{tokenizer.decode(rollout.prompt_ids)}‹{tokenizer.decode(rollout.response_ids)}›")
     end = "ended" if rollout.ended else "cut off"
-    print(f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {end}", flush=True)
+    say(f"--- score {rollout.score:+.3f}, {len(rollout.response_ids)} tokens, {end}")
 
 
 # -------------------------------------------------------------------------------------- 3 log-probabilities
@@ -1123,7 +1125,6 @@ def roll_back(run: Run, verdict: Verdict) -> None:
         length = f"--total_steps {restored['step']}" + (" --total_epochs null" if cfg.total_epochs is not None else "")
         more = f" (--resume auto {length} writes it to final/)" if restored["step"] else ", the start"
         rewrite_state(folder, restored, run.accelerator)  # one who resumes goes on with other prompts
-        write_report(run)
         run.accelerator.wait_for_everyone()
         raise RunStopped(
             f"guards.max_rollbacks {limit} is used up at step {step}; the last {word}checkpoint is {place}{more}"
@@ -1172,7 +1173,7 @@ def answer_held_out(run: Run) -> dict[str, float]:
         file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
     tracking.log_samples(run.accelerator, run.state["step"], samples)
     for question, r in zip(questions[:2], rollouts):
-        print(show(f"  {question[-100:]!r} -> {r.text[:300]!r} ({r.score:+.2f})"), flush=True)
+        say(f"  {question[-100:]!r} -> {r.text[:300]!r} ({r.score:+.2f})")
     return {"eval/score_mean": fmean(r.score for r in rollouts)}
 
 
@@ -1226,7 +1227,7 @@ def save_final(model: RoleModel, tokenizer, cfg: PPOConfig, folder: Path, is_mai
         if adapter is not None and is_main and plain_base:
             saving.save_adapter(backbone, adapter, folder / "adapter", tokenizer)
         elif adapter is not None and is_main:
-            print("adapter/ is left out: it would need the LoRA folder that the run started from, merged in memory")
+            say("adapter/ is left out: it would need the LoRA folder that the run started from, merged in memory")
         if critic_adapter == "critic" and critic == name and plain_base and is_main:
             saving.save_adapter(backbone, "critic", folder / "critic", tokenizer, more=head)
         elif critic is not None and critic != "critic" and is_main:
@@ -1273,11 +1274,9 @@ def finish(run: Run) -> None:
 # ----------------------------------------------------------------------------------------------------- train
 
 
-def train(cfg: PPOConfig) -> list[dict]:
-    """Run stage 3; returns the metrics of its steps, which also stand in metrics.jsonl."""
-    started = time.time()
-    run = start(cfg)
-    state, accelerator = run.state, run.accelerator
+def take_steps(run: Run) -> list[dict]:
+    """All steps that are left; returns their metrics."""
+    cfg, state, accelerator = run.cfg, run.state, run.accelerator
     history, clock, steps_run = [], time.time(), 0
     bar = progress_bar(label="ppo", unit="step", total=run.total_steps, initial=state["step"])
 
@@ -1331,25 +1330,34 @@ def train(cfg: PPOConfig) -> list[dict]:
         steps_run += 1
         if run.is_main and (step % cfg.log_every == 0 or step == run.total_steps):
             left = tracking.remaining(steps_run, steps_run + run.total_steps - step, time.time() - clock)
-            print(
+            say(
                 f"step {step}/{run.total_steps}  score {metrics['objective/score_mean']:+.3f}  "
                 f"KL/token {metrics['objective/kl_per_token']:.4f}  "
                 f"length {metrics['rollout/response_length_mean']:.1f}  "
                 f"entropy {metrics['objective/entropy']:.2f}  clipped {metrics.get('policy/clip_fraction', 0.0):.3f}  "
-                f"{seconds['total']:.1f} s  left {left}",
-                flush=True,
+                f"{seconds['total']:.1f} s  left {left}"
             )
         if cfg.save_every and step % cfg.save_every == 0:
             save_checkpoint(run.folder, accelerator, run.model, run.optimizer, state, cfg.keep_last)
     bar.close()
+    return history
 
+
+@alone
+def train(cfg: PPOConfig) -> list[dict]:
+    """Run stage 3; returns the metrics of its steps, which also stand in metrics.jsonl."""
+    started = time.time()
+    run = start(cfg)
+    try:
+        history = take_steps(run)
+    finally:  # of a run that is cut off, too
+        write_report(run)
     finish(run)
-    write_report(run)
     if run.is_main:
         record_run(run.folder, cfg, started, run.checks)
-        print(f"peak memory {peak_memory_gb(run.device):.2f} GB; wrote {run.folder / 'final'}", flush=True)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+        say(f"peak memory {peak_memory_gb(run.device):.2f} GB; wrote {run.folder / 'final'}")
+    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
     return history
 
 

@@ -10,6 +10,7 @@ Writes `final/`, a one-output AutoModelForSequenceClassification folder (or a Lo
 import copy
 import dataclasses
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,10 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # this utils, not that of another folder
+
 from utils import contracts, launch, saving
 from utils.checkpoint import check_same_inputs, clean_checkpoints, fingerprints, load_checkpoint, save_checkpoint
 from utils.config import AtLeast0, Count, LoraOptions, ModelConfig, Positive, UserError, WholeNumber, check_ranges
-from utils.data import encode_dialogues, encode_responses, load_rows, show, split_files
+from utils.data import encode_dialogues, encode_responses, load_rows, split_files
 from utils.files import write_json, write_text
 from utils.loader import Batches
 from utils.models import (
@@ -45,9 +48,9 @@ from utils.models import (
     write_stats,
 )
 from utils.report import curves_svg, first_and_last, folded, page, table
-from utils.run import check_output_dir, check_same_config, open_output_dir, record_run, run_stage
+from utils.run import alone, check_same_config, open_output_dir, record_run, run_stage
 from utils.tensors import longest_first, pad_rows, round_randomly
-from utils.tracking import Metrics, peak_memory_gb, progress_bar, read_metrics, remaining, start_trackers
+from utils.tracking import Metrics, peak_memory_gb, progress_bar, read_metrics, remaining, say, start_trackers
 
 LOWER_LR = "lower lr, with --resume auto where there is a checkpoint, or use model.dtype float32"
 KEEP_LAST = 2  # checkpoints
@@ -87,8 +90,8 @@ class RewardTrainConfig:
     """weight of (chosen + rejected)^2, which keeps scores near 0 (Eisenstein et al. 2023)"""
     eval_every: WholeNumber = 0
     """steps between evaluations on the test split; 0 = only at the end"""
-    save_every: WholeNumber = 0
-    """steps between checkpoints; 0 = none"""
+    save_every: WholeNumber = 100
+    """steps between checkpoints, which --resume auto goes on from; 0 = none"""
     log_every: Count = 5
     """steps between lines on the terminal"""
     resume: Literal["auto"] | None = None
@@ -451,12 +454,12 @@ def write_report(folder: Path, result: dict, rows: list[dict], scores: tuple[Ten
 # ------------------------------------------------------------------------------------------------------ train
 
 
+@alone
 def train(cfg: RewardTrainConfig) -> dict:
     """Run stage 2; returns the held-out evaluation that is also written to final/reward_stats.json."""
     started = time.time()
     check_config(cfg)
     folder = Path(cfg.output_dir)
-    check_output_dir(cfg.output_dir, cfg.overwrite, cfg.resume, can_resume=True)
     if cfg.resume:
         check_same_config(folder, cfg)
     accelerator = launch.start_accelerator(folder, cfg.report_to, cfg.seed)
@@ -506,15 +509,14 @@ def train(cfg: RewardTrainConfig) -> dict:
     steps = math.ceil(cfg.epochs * loader.per_epoch)
     metrics = Metrics(folder, accelerator, first_step)
     if is_main:
-        print(
+        say(
             f"{loader.rows} train pairs, {len(test_pairs)} test pairs; {steps} steps of {cfg.train_batch_size} pairs "
             f"on {world} rank(s); {trained:,} trained weights; "
-            f"{str(launch.unwrap(model).dtype).removeprefix('torch.')} on {device}",
-            flush=True,
+            f"{str(launch.unwrap(model).dtype).removeprefix('torch.')} on {device}"
         )
 
     if is_main and scale != 1:
-        print(f"the margins of the data count times {scale:.4g} (margin_scale)")
+        say(f"the margins of the data count times {scale:.4g} (margin_scale)")
 
     # 3. train
     bar = progress_bar(label="reward", unit="step", total=steps, initial=first_step)
@@ -524,7 +526,7 @@ def train(cfg: RewardTrainConfig) -> dict:
         if is_main and step == first_step and batch:
             ids, mask = batch[0]["input_ids"], batch[0]["attention_mask"]
             for name, row in (("chosen:  ", 0), ("rejected:", len(ids) // 2)):
-                print(show(f"first pair, {name} {tokenizer.decode(ids[row][mask[row]])}"), flush=True)
+                say(f"first pair, {name} {tokenizer.decode(ids[row][mask[row]])}")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, cfg.lr)
         values = optimizer_step(model, optimizer, batch, cfg, accelerator)
@@ -544,7 +546,7 @@ def train(cfg: RewardTrainConfig) -> dict:
                 if values["pairs"]
                 else "no pairs"
             )
-            print(f"step {done}/{steps}  {numbers.format(**values)}  left {eta}", flush=True)
+            say(f"step {done}/{steps}  {numbers.format(**values)}  left {eta}")
         if cfg.save_every and (done % cfg.save_every == 0):
             evaluate_pairs(model, test_pairs[:1], pad_id, micro, accelerator)  # raises where no score is a number
             save_checkpoint(folder, accelerator, model, optimizer, state | {"step": done}, KEEP_LAST)
@@ -553,7 +555,7 @@ def train(cfg: RewardTrainConfig) -> dict:
     if seen and not used:  # with less than one epoch
         raise UserError(f"the tokens of all {seen} training pairs are equal, so none was left to train on")
     if is_main and used < seen:
-        print(f"left out {seen - used} of {seen} pairs, whose tokens are equal", flush=True)
+        say(f"left out {seen - used} of {seen} pairs, whose tokens are equal")
 
     # 4. save, compare what was saved with the live model, and evaluate it
     model, final = launch.unwrap(model), folder / "final"
@@ -579,12 +581,12 @@ def train(cfg: RewardTrainConfig) -> dict:
         write_report(folder, result, [rows[pair["id"]] for pair in test_pairs], scores)
         record_run(folder, cfg, started, checks)
         low, high = result["accuracy_ci95"]
-        print(
+        say(
             f"held-out accuracy {result['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}, {result['n']} pairs); "
             f"scores {result['score_mean']:+.2f} ± {result['score_std']:.2f}; "
             f"peak memory {peak_memory_gb(device):.2f} GB"
         )
-        print(f"wrote {folder / 'final'}", flush=True)
+        say(f"wrote {folder / 'final'}")
     accelerator.end_training()
     return result
 

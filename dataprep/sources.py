@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.config import UserError
-from utils.data import show
 from utils.rows import (
     CHUNK_BYTES,
     CHUNK_ROWS,
@@ -29,6 +28,7 @@ from utils.rows import (
     read_hdf5_rows,
     unique_keys,
 )
+from utils.tracking import say
 
 SIDECARS = (
     "report.json",
@@ -199,7 +199,7 @@ def read_source(source: str, hub: Hub = Hub()) -> Iterator[Chunk]:
     files, left_out = source_files(source, hub.split)
     if left_out:
         more = "; held-out ones can be given as eval_source" if left_out[0].lower().endswith(SUFFIXES) else ""
-        print(show(f"{source}: {len(left_out)} files are not read, such as {left_out[0]}{more}"), flush=True)
+        say(f"{source}: {len(left_out)} files are not read, such as {left_out[0]}{more}")
     for file in files:
         yield from read_file(file)
     if not files:

@@ -17,6 +17,7 @@ from torch import Tensor
 from utils.config import UserError
 from utils.files import replacing, write_text
 from utils.launch import unwrap, zero3_slice, zero3_state
+from utils.tracking import say
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 INPUTS = {".parquet", ".safetensors", ".bin", ".gguf", ".jinja", ".model"}  # files whose change changes a run
@@ -164,7 +165,7 @@ def read_checkpoint(folder: Path) -> dict | None:
             return state
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    print(f"{folder} is damaged and is left out", flush=True)
+    say(f"{folder} is damaged and is left out")
     return None
 
 

@@ -7,8 +7,8 @@ Values come from `--config FILE.yaml` (as often as wanted) and from `--key.subke
 import dataclasses
 import difflib
 import math
+import re
 import sys
-import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ Share = Annotated[float, Range(0, 1)]
 
 
 def check_ranges(config, prefix: str = "") -> None:
-    """Every number of a configuration lies within the range that its type states. Raises UserError."""
+    """Every number of a configuration is finite and within the range that its type states. Raises UserError."""
     hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
@@ -62,6 +62,8 @@ def check_ranges(config, prefix: str = "") -> None:
                 for bounds in getattr(part, "__metadata__", ()):
                     if not bounds.holds(value):
                         raise UserError(f"{name} {value} must be {bounds}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{name} {value} must be a finite number")
 
 
 def changed_keys(config) -> list[str]:
@@ -107,33 +109,53 @@ class LoraOptions:
 # ---------------------------------------------------------------------------------------------------- parsing
 
 
-def known_keys(config_class, prefix: str = "") -> list[str]:
+def known_keys(config_class) -> list[str]:
     """All dotted keys of a nested dataclass, branches included: ['model', 'model.path', ...]."""
-    keys = []
-    hints = typing.get_type_hints(config_class)
+    return list(_key_types(config_class))
+
+
+def _key_types(config_class, prefix: str = "") -> dict:
+    """Dotted key -> its type hint."""
+    types = {}
+    hints = typing.get_type_hints(config_class, include_extras=True)
     for field in dataclasses.fields(config_class):
-        keys.append(prefix + field.name)
-        branch = _dataclass_in(hints[field.name])
+        hint = types[prefix + field.name] = hints[field.name]
+        branch = _dataclass_in(hint)
         if branch:
-            keys += known_keys(branch, f"{prefix}{field.name}.")
-    return keys
+            types |= _key_types(branch, f"{prefix}{field.name}.")
+    return types
 
 
 def _dataclass_in(hint):
     """The dataclass in a type hint such as `ModelConfig` or `LoraOptions | None`, or None."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+    options = (hint, *typing.get_args(hint))
+    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
+
+
+def _type_name(hint) -> str:
+    """A type as a message shows it: 'a number above 0 or null'."""
+    parts = typing.get_args(hint)
+    if hasattr(hint, "__metadata__"):
+        return f"{_type_name(parts[0])} {hint.__metadata__[0]}"
+    if typing.get_origin(hint) is list or dataclasses.is_dataclass(hint):
+        return "a list" if parts else "a group of options"
+    if parts:
+        names = [str(part) if typing.get_origin(hint) is Literal else _type_name(part) for part in parts]
+        *most, last = " or ".join(names).split(" or ")
+        return f"{', '.join(most)} or {last}" if most else last
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def parse_config(config_class, argv: list[str] | None = None):
     """Command line -> an instance of `config_class`. Raises UserError, except for --help, which exits with 0."""
     from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-    argv = sys.argv[1:] if argv is None else list(argv)
-    _check_keys(config_class, argv)
+    argv = _check_keys(_key_types(config_class), sys.argv[1:] if argv is None else list(argv))
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
         exit_on_error=False,
+        usage="%(prog)s [--config FILE.yaml ...] [--key.subkey value ...]",
         description=(sys.modules[config_class.__module__].__doc__ or "").replace("%", "%%"),
         formatter_class=_HelpFormatter,
     )
@@ -143,24 +165,30 @@ def parse_config(config_class, argv: list[str] | None = None):
     if optional:
         parser.epilog = optional
     try:
-        namespace = parser.parse_args(argv)
-        values = parser.instantiate(namespace)
-    except TypeError as error:  # `critic: null`, where a branch is not optional
-        raise UserError(f"a branch of the configuration has the wrong type ({' '.join(str(error).split())})") from None
+        values = dict(vars(parser.instantiate(parser.parse_args(argv))))
     except ArgumentError as error:
-        message = str(error)
-        if "Parser key" in message:
-            key = message.split('"')[1]
-            detail = [
-                line.strip(" -") for line in message.splitlines()[1:] if "Expected" in line or "Given value:" in line
-            ]
-            message = f"{key}: " + "; ".join(detail or message.splitlines()[1:])
-        elif "arguments are required" in message:
-            message += f"; give --{message.split(': ')[-1].split(',')[0]} VALUE or set it in --config"
-        raise UserError(" ".join(message.split())) from None
-    values = dict(vars(values))
+        raise UserError(_one_line(str(error), _key_types(config_class))) from None
     values.pop("config", None)
-    return config_class(**values)
+    config = config_class(**values)
+    check_ranges(config)
+    return config
+
+
+def _one_line(message: str, types: dict) -> str:
+    """The parser's error, by the key and what its type allows."""
+    if "arguments are required" in message:
+        message += f"; give --{message.split(': ')[-1].split(',')[0]} VALUE or set it in --config"
+    elif "Parser key" in message:
+        key, value = message.split('"')[1], message.rsplit("Given value:", 1)[-1].strip()
+        nested = re.search(r"NestedArg\(key='(.*?)', val=(.*)\)", value, re.DOTALL)
+        key, value = (f"{key}.{nested[1]}", nested[2].strip("'")) if nested else (key, value)
+        if key in types and "Given value:" not in message and "Got value:" in message:
+            value = message.rsplit("Got value:", 1)[-1].strip()
+        if key in types and len(value) < 200:
+            message = f"{key} must be {_type_name(types[key])}, not {value or 'empty'}"
+        else:
+            message = f"{key}: " + "; ".join(message.splitlines()[1:])
+    return " ".join(message.split())
 
 
 def _HelpFormatter(prog):
@@ -179,7 +207,7 @@ def _optional_branches(config_class, prefix: str = "", inside: bool = False) -> 
     hints, documents = typing.get_type_hints(config_class), _field_docs(config_class)
     for field in dataclasses.fields(config_class):
         name, branch = f"{prefix}{field.name}", _dataclass_in(hints[field.name])
-        if branch and isinstance(hints[field.name], types.UnionType):
+        if branch and branch is not hints[field.name]:
             lines += [branch.__doc__] if not inside else []
             lines.append(_optional_branches(branch, f"{name}.", inside=True))
         elif inside:
@@ -194,27 +222,72 @@ def _field_docs(config_class) -> dict[str, str]:
     return {p.arg_name: " ".join(p.description.split()) for p in parse_from_object(config_class).params}
 
 
-def _check_keys(config_class, argv: list[str]) -> None:
-    """An unknown key, in a file or on the command line, is an error that names the nearest known key."""
-    keys = known_keys(config_class)
-    extra = {"config", "help", "print_config"}
-    for position, argument in enumerate(argv):
-        if not argument.startswith("--"):
-            continue
-        name, _, value = argument[2:].partition("=")
-        if name == "config":
-            path = value or (argv[position + 1] if position + 1 < len(argv) else "")
-            for key in flatten(_read_yaml(path)):
-                if key not in keys:
-                    raise UserError(f"{path}: unknown key {key!r}{_nearest(key, keys)}")
-        elif name.removesuffix("+") not in keys and name not in extra and not name.endswith(".help"):
-            raise UserError(f"unknown option --{name}{_nearest(name, keys)}")
+def _check_keys(types: dict, argv: list[str]) -> list[str]:
+    """Refuse unknown keys, in a file or on the command line, with the nearest known one, and groups without a name.
+
+    Returns the arguments with `true` after a switch without a value, and without empty files.
+    """
+    clean, rest = [], list(argv)
+    while rest:
+        given = [rest.pop(0)]
+        name, equals, value = given[0].removeprefix("--").partition("=")
+        if given[0].startswith("--") and not equals and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+            given.append(value)
+        bare = len(given) == 1 and not equals
+        if not given[0].startswith("--") or name in ("help", "print_config") or name.endswith(".help"):
+            pass
+        elif name == "config":
+            if not value:
+                raise UserError("--config needs a YAML file; configs/ has examples")
+            values = _read_yaml(value)
+            _check_tree(values, types, value)
+            # by its content: the parser would read the file in the encoding of the console
+            given = [f"--config={yaml.safe_dump(values)}"] if values else []
+        elif name.removesuffix("+") not in types:
+            raise UserError(f"unknown option --{name}{_nearest(name, list(types))}")
+        elif bare and bool in (types[name], *typing.get_args(types[name])):
+            given.append("true")
+        elif not bare and name in types and not Path(value).is_file():
+            _check_group(name, None if value == "null" else value, types, "")
+        clean += given
+    return clean
+
+
+def _check_tree(values: dict, types: dict, file: str, prefix: str = "") -> None:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if name not in types:
+            raise UserError(f"{file}: unknown key {name!r}{_nearest(name, list(types))}")
+        if isinstance(value, dict):
+            _check_tree(value, types, file, f"{name}.")
+        else:
+            _check_group(name, value, types, f"{file}: ")
+
+
+def _check_group(name: str, value, types: dict, place: str) -> None:
+    """A group of options has no value of its own, and what may be null is not `none`."""
+    hint, null = types[name], type(None) in typing.get_args(types[name])
+    if str(value).lower() == "none" and value is not None and null:
+        raise UserError(f"{place}{name}: write null, not {value}")
+    group = {hint, *typing.get_args(hint)} - {type(None)}
+    if not (len(group) == 1 and dataclasses.is_dataclass(*group)) or (null and value is None):
+        return
+    first = next(key for key in types if key.startswith(f"{name}."))
+    example = value if isinstance(value, str) and types[first] is str else "VALUE"
+    raise UserError(f"{place}{name} is a group of options and has no value of its own; write --{first} {example}")
 
 
 def _nearest(key: str, keys: list[str]) -> str:
+    """The known key with this name at the likeliest level, else the most similar one."""
+
+    def likeness(known: str) -> tuple[float, int]:
+        ratio = difflib.SequenceMatcher(None, key.rpartition(".")[0], known.rpartition(".")[0]).ratio()
+        return ratio if ratio > 0.6 else 0.0, -known.count(".")
+
     last = key.split(".")[-1]
-    same_leaf = [k for k in keys if k.split(".")[-1] == last]  # a right name at the wrong level
-    near = same_leaf or difflib.get_close_matches(key, keys, 1, 0.5)
+    near = sorted((k for k in keys if k.split(".")[-1] == last), key=likeness, reverse=True)
+    near = near or difflib.get_close_matches(key, keys, 1, 0.5)
     near = near or [k for k in keys if difflib.get_close_matches(last, [k.split(".")[-1]], 1, 0.7)]
     return f"; did you mean {near[0]!r}?" if near else "; --help lists all keys"
 

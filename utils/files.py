@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all, and a lock between processes."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -12,7 +13,7 @@ from utils.config import UserError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all. A file name that is not UTF-8 is written with escapes, as JSON and YAML do."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files can be any bytes
     os.replace(temporary, path)
@@ -58,11 +59,18 @@ def replace_folder(new: Path, folder: Path) -> None:
 def locked(file: Path, refusal: str | None = None) -> Iterator[None]:
     """Inside, no other process holds the lock `file`. Where one does: wait for it, or raise UserError(refusal).
 
-    A lock by fcntl.lockf belongs to one process: forked workers do not inherit it, and it ends with a killed one.
+    A lock by fcntl.lockf belongs to one process: forked workers do not inherit it, and it ends with a killed one. The
+    file may be deleted while it is held; a disk that knows no locks has none.
     """
-    with open(file, "w") as lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
-        except OSError:
-            raise UserError(refusal or f"{file} cannot be locked") from None
-        yield
+    while True:
+        with open(file, "w") as lock:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
+            except (BlockingIOError, PermissionError):
+                raise UserError(refusal or f"{file} cannot be locked") from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+            if file.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
+                yield
+                return

@@ -12,7 +12,7 @@ from statistics import fmean, variance
 from typing import Literal
 
 from utils.config import AtLeast0, AtLeast1, Count, RunStopped, Share, UserError, WholeNumber
-from utils.tracking import keep_lines
+from utils.tracking import keep_lines, say
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Guards:
             with open(self.folder / "events.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(record | {"action": action, "message": message}) + "\n")
             against = "" if limit is None else f" (limit {limit:g})"
-            print(f"guard at step {step}: {guard} {value:.4g}{against}: {message}; {action}", flush=True)
+            say(f"guard at step {step}: {guard} {value:.4g}{against}: {message}; {action}")
 
     def check_scores(self, step: int, rollouts: list, rows: list[dict]) -> bool:
         """Whether the update can use the scores. One that it cannot: UserError; with guards, other prompts instead."""

@@ -6,11 +6,14 @@ its module runs, or inside `whole(...)`, and all ranks must run the same modules
 
 import contextlib
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from utils.config import UserError
+from utils.tracking import say
 
 
 def start_accelerator(output_dir: Path, report_to: str, seed: int):
@@ -20,6 +23,8 @@ def start_accelerator(output_dir: Path, report_to: str, seed: int):
     from accelerate import Accelerator, PartialState
     from accelerate.utils import set_seed
 
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        wait_for_compiler()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.cuda.is_available():
         PartialState(cpu=True)  # accelerate does not connect several processes on a CPU by itself
     if report_to != "none" and report_to not in available_trackers():
@@ -40,6 +45,32 @@ def start_accelerator(output_dir: Path, report_to: str, seed: int):
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     return accelerator
+
+
+def wait_for_compiler(patience: float = 60.0) -> None:
+    """DeepSpeed compiles what it needs, once. It waits for another compiler's lock without a word and without an end.
+
+    Raises UserError where a process that was killed left a lock: no process here holds it after `patience` seconds.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    tell = say if not int(os.environ.get("RANK", 0)) else lambda text: None
+    if not any(folder.rglob("*.so")):
+        tell(f"DeepSpeed compiles into {folder}, once; it can take 3 minutes")
+    for lock in folder.rglob("lock"):
+        tell(f"waiting for a process that compiles, by its lock {lock}")
+        while lock.exists():
+            if time.time() - lock.stat().st_mtime > patience and str(lock) not in open_files():
+                raise UserError(f"{lock} was left by a start of DeepSpeed that was killed; delete it, and start again")
+            time.sleep(1)
+
+
+def open_files() -> Iterator[str]:
+    """Paths that processes of this user hold open on this machine (Linux)."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(link)
 
 
 def available_trackers() -> list[str]:

@@ -6,10 +6,12 @@
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import importlib.util
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ from utils.config import LoraOptions, ModelConfig, UserError
 from utils.data import TEMPLATE_DATE, encode_dialogues
 from utils.files import locked, replacing, write_json
 from utils.tensors import round_randomly, token_entropy, token_logprobs
-from utils.tracking import say_once
+from utils.tracking import say, say_once
 
 # A model without a chat template gets this one. Each turn ends with the eos token, as each response does.
 PLAIN_TEMPLATE = (
@@ -55,8 +57,12 @@ def resolve_model_path(path: str) -> str:
     """
     file = Path(path)
     if file.suffix != ".gguf":
-        if not file.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-            raise UserError(f"model folder {path} does not exist")
+        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path, re.ASCII) and path[0] not in "."
+        if not file.exists() and (not is_name or ("/" in path and file.parent.is_dir())):
+            folder = file.expanduser().parent
+            near = difflib.get_close_matches(file.name, os.listdir(folder) if folder.is_dir() else [], 1, 0.75)
+            raise UserError(f"model folder {path} does not exist" + (f"; {folder / near[0]} does" if near else ""))
+        check_weights(file)
         return path
     if not file.is_file():
         raise UserError(f"model file {path} does not exist")
@@ -76,9 +82,12 @@ def resolve_model_path(path: str) -> str:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         quiet_in_logs()
-        print(f"converting {file} to {folder} (once)", flush=True)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        say(f"converting {file} to {folder} (once)")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        except Exception as error:  # of the parser, which knows no kinds
+            raise UserError(f"{file} cannot be read, it may be damaged ({first_line(error)}); get it again") from None
         # The weights are plain float32 by now; without these lines saving is refused as "quantized".
         model.hf_quantizer, model.is_quantized = None, False
         del model.config.quantization_config
@@ -196,6 +205,7 @@ def adapter_base(path: str) -> str | None:
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
         return None
+    check_weights(file.parent)
     try:
         base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
@@ -203,6 +213,17 @@ def adapter_base(path: str) -> str | None:
     if not base:
         raise UserError(f"{file} does not name its base model; write it there as base_model_name_or_path")
     return resolve_model_path(base)
+
+
+def check_weights(folder: Path) -> None:
+    """The header and the length of each safetensors file. Raises UserError."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            safe_open(file, "pt")
+        except SafetensorError as error:
+            raise UserError(f"{file} is damaged or not whole ({error}); get it again") from None
 
 
 def same_model(path: str, other: str) -> bool:

@@ -10,21 +10,30 @@ import time
 from pathlib import Path
 
 from utils.config import flatten
+from utils.data import show
 from utils.files import write_text
+
+
+def say(text: str = "") -> None:
+    """Print lines; on a terminal they push the living progress bars down."""
+    from tqdm import tqdm
+
+    with tqdm.external_write_mode(file=sys.stdout):
+        print(show(text), flush=True)
 
 
 @functools.cache
 def say_once(text: str) -> None:
     """A line on the terminal, by the first rank, once a process."""
     if int(os.environ.get("RANK", 0)) == 0:
-        print(text, flush=True)
+        say(text)
 
 
 def progress_bar(iterable=None, label: str = "", unit: str = "it", total: int | None = None, initial: int = 0):
     """A bar with rate and ETA on a terminal, nothing in a log file, and only on the first rank."""
     from tqdm import tqdm
 
-    quiet = int(os.environ.get("RANK", 0)) != 0 or not sys.stderr.isatty()
+    quiet = int(os.environ.get("RANK", 0)) != 0 or not (sys.stderr and sys.stderr.isatty())
     return tqdm(iterable, desc=label, unit=unit, total=total, initial=initial, disable=quiet, dynamic_ncols=True)
 
 
@@ -83,7 +92,13 @@ def start_trackers(accelerator, cfg) -> None:
     if cfg.report_to == "tensorboard":
         accelerator.init_trackers("tensorboard")  # the name of its folder
     elif cfg.report_to != "none":
-        accelerator.init_trackers("flatrlhf", config=flatten(dataclasses.asdict(cfg)))
+        folder = Path(cfg.output_dir).resolve()
+        options = {
+            "wandb": {"wandb": {"name": folder.name, "dir": str(folder)}},
+            "trackio": {"trackio": {"name": folder.name}},
+        }
+        config = flatten(dataclasses.asdict(cfg))
+        accelerator.init_trackers("flatrlhf", config=config, init_kwargs=options[cfg.report_to])
 
 
 def log_samples(accelerator, step: int, samples: list[dict]) -> None:
