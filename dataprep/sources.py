@@ -437,7 +437,7 @@ def csv_chunks(file: str, stream, delimiter: str) -> Iterator[Chunk]:
 
 def csv_rows(file: str, stream, delimiter: str, escaped: bool) -> Iterator[tuple[str, TextRow | BadRow]]:
     """(line, row) of each record. Every line of a record whose quotes are wrong is a broken row, and so are the lines
-    after it until three whole records follow each other, for until then they may be the inside of a cell."""
+    after it until three records without a quote in a cell follow each other: they may be the inside of a cell."""
     text = lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     if escaped:
         lines = (ESCAPED.sub(lambda match: match[1].replace('"', '""'), line) for line in text)
@@ -450,7 +450,7 @@ def csv_rows(file: str, stream, delimiter: str, escaped: bool) -> Iterator[tuple
             cells = next(reader, None)
         except csv.Error as error:
             wrong = f"{error} (lines {start} to {reader.line_num})"
-        if cells is None or wrong and cells and len(cells) != len(names):
+        if cells is None or wrong and cells and (len(cells) != len(names) or '"' in "".join(cells)):
             lost = range(doubtful[0][0] if doubtful else start, reader.line_num + 1)
             yield from ((str(line), BadRow("broken_row", wrong)) for line in lost)
             doubtful = []

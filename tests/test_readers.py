@@ -635,8 +635,9 @@ def test_an_output_that_another_run_finished_meanwhile_is_not_replaced(tmp_path,
 
     def slow(*args):  # the other run ends between this one's check and its lock
         monkeypatch.setattr(prepare_data, "fingerprint", original)
+        about = original(*args)
         prepare(cfg)
-        return original(*args)
+        return about
 
     monkeypatch.setattr(prepare_data, "fingerprint", slow)
     with pytest.raises(UserError, match="is not empty"):
