@@ -218,15 +218,15 @@ def test_a_dialogue_at_several_depths_is_on_one_side(tmp_path, tiny, change, suf
     rows = [change(row) for row in hh_like(60)]
     report, train = run(tmp_path, rows, tiny, eval_fraction=0.3, prompt_suffix=suffix, **LIMITS)
     test = load(tmp_path / "out", "test")
-    seen = [{row["prompt"][-1 - 2 * (len(row["prompt"]) // 2)]["content"] for row in side} for side in (train, test)]
-    last = {json.dumps(row["prompt"][:-1]) for row in train}
-    assert report["dropped"] == {} and len(train) + len(test) == 180 and seen
+    assert report["dropped"] == {} and len(train) + len(test) == 180
     # every depth is there, together
     for side, other in ((train, test), (test, train)):
-        roots = {row["prompt"][int("system" in rows[0])]["content"].removesuffix(suffix) for row in side}
-        others = {row["prompt"][int("system" in rows[0])]["content"].removesuffix(suffix) for row in other}
+        roots, others = (
+            {row["prompt"][int("system" in rows[0])]["content"].removesuffix(suffix) for row in rows_of_side}
+            for rows_of_side in (side, other)
+        )
         assert not roots & others and len(side) == 3 * len(roots)
-    assert 10 < len(test) / 3 < 26 and last
+    assert 10 < len(test) / 3 < 26
 
 
 def test_dialogues_that_only_begin_alike_are_split_apart(tmp_path, tiny):
