@@ -87,7 +87,7 @@ def test_of_a_group_of_near_rows_the_first_one_stays(tmp_path, tiny, n, change, 
 
 def test_near_answers_to_one_prompt_leave_one(tmp_path, tiny):
     text = words(150, "answer")
-    rows = [{"prompt": "q", "response": f"{text} {words(1, i)}", "reward": 1} for i in range(100)]
+    rows = [{"prompt": "q", "response": f"{text} {WORDS[i]}", "reward": 1} for i in range(100)]
     report, kept = run(tmp_path, rows, tiny, **LIMITS)
     assert report["dropped"] == {"near_duplicate": 99} and kept[0]["response"] == rows[0]["response"]
 
