@@ -463,7 +463,7 @@ def test_a_model_is_as_good_as_itself(world, tiny, tmp_path):
     assert all(s["policy"]["response"] == s["baseline"]["response"] != "" for s in report["samples"])  # one seed
     comparison = report["comparison"]
     assert all(c["difference"] == 0 for c in comparison.values())
-    shares = {"truncated": [-0.4899, 0.4899], "win_rate": [-0.24495, 0.24495]}  # z^2 / (4 + z^2), and half of it
+    shares = {"truncated": [-0.48989, 0.48989], "win_rate": [-0.24495, 0.24495]}  # z^2 / (4 + z^2), and half of it
     assert {name: c["ci95"] for name, c in comparison.items()} == dict.fromkeys(comparison, [0, 0]) | shares
     assert report["comparison"]["win_rate"]["policy"] == 0.5 and report["comparison"]["kl_per_token"]["policy"] == 0
 
