@@ -56,8 +56,9 @@ class Config:
 
 @alone
 def stage(cfg):
-    folder = open_output_dir(cfg.output_dir, cfg.overwrite)
-    record_run(folder, cfg)
+    folder = Path(cfg.output_dir)
+    if os.environ.get("RANK", "0") == "0":
+        record_run(open_output_dir(cfg.output_dir, cfg.overwrite), cfg)
 {body}
 
 if __name__ == "__main__":
@@ -266,6 +267,13 @@ def test_signals_end_a_run_with_one_line(tmp_path, number, word):
     out, error = process.communicate(timeout=30)
     assert (process.returncode, error) == (128 + number, f"{word}; run the same command again\n")
     assert not (tmp_path / "out" / ".lock").exists()
+
+
+def test_a_signal_that_a_library_swallows_comes_again(tmp_path):
+    process = begin(tmp_path, "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    pass\ntime.sleep(600)")
+    process.send_signal(signal.SIGTERM)
+    error = process.communicate(timeout=60)[1]
+    assert (process.returncode, error) == (143, "terminated; run the same command again\n")
 
 
 def test_forked_workers_end_without_a_word(tmp_path):
@@ -494,14 +502,16 @@ def test_the_recorded_command_can_be_pasted(tmp_path):
 
 def test_under_a_launcher_the_error_is_the_last_line(tmp_path):
     for body, line in (("raise UserError('row 3 is empty')", "error: row 3 is empty"), ("{}['x']", "KeyError: 'x'")):
-        output = launch("multi_cpu.yaml", stage_file(tmp_path, body), "--output_dir", tmp_path / "out", succeeds=False)
+        output = launch(
+            "multi_cpu.yaml", stage_file(tmp_path, body), "--output_dir", tmp_path / line[:3], succeeds=False
+        )
         lines = [line for line in output.splitlines() if line.strip(" =")]
         assert lines[-1].endswith(line), output
         assert sum(x == line for x in lines) <= 1 and "<N/A>" not in output
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
-    body = "(folder / f'pid_{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\ntime.sleep(300)"
+    body = "Path(f'pid_{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\ntime.sleep(300)"
     file = stage_file(tmp_path, body)
     config = ROOT / "configs" / "accelerate" / "multi_cpu.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
@@ -511,7 +521,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    while len(pids := [f.read_text() for f in tmp_path.glob("out/pid_*")]) < 2 or not all(pids):
+    while len(pids := [f.read_text() for f in tmp_path.glob("pid_*")]) < 2 or not all(pids):
         assert process.poll() is None
         time.sleep(0.2)
     process.kill()

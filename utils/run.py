@@ -66,17 +66,20 @@ def run_stage(stage, config_class) -> None:
 
 
 def catch_signals() -> list[int]:
-    """Ctrl-C and SIGTERM become KeyboardInterrupt; the list then holds the signals' numbers."""
-    received, process, quiet_until = [], os.getpid(), 0.0
+    """Ctrl-C and SIGTERM become KeyboardInterrupt; the list then holds the signal's number.
+
+    What is raised in a library's callback can be lost there, so it is raised again every 10 seconds.
+    """
+    received, process = [], os.getpid()
 
     def interrupt(number, frame):
-        nonlocal quiet_until
         if os.getpid() != process:  # a forked worker
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif time.monotonic() > quiet_until:  # a launcher sends its own right after
-            quiet_until = time.monotonic() + 5
+        elif not received or number == signal.SIGALRM:
             received.append(number)
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.alarm(10)
             raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -99,6 +102,7 @@ def end_with_launcher() -> None:
 def ending(error: BaseException, signals: list[int], config, started: float) -> tuple[int, str]:
     """Exit code and last line of a run that ends by an error. What the user cannot mend is shown with its place."""
     if signals or isinstance(error, KeyboardInterrupt):
+        signal.alarm(0)
         number = signals[0] if signals else signal.SIGINT
         word = "interrupted" if number == signal.SIGINT else "terminated"
         return 128 + number, f"{word}; {way_on(config, started)}"
