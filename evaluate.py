@@ -208,6 +208,7 @@ def score(cfg: EvaluateConfig, rows: list[dict], results: list[dict], device: to
     for metric, scorer in scorers.items():
         for name in ("baseline", "policy"):
             texts = [result[name]["response"] for result in results]
+            columns["ended"] = [not result[name]["truncated"] for result in results]
             for result, value in zip(results, scorer(prompts, texts, columns)):
                 result[name][metric] = value
     return list(scorers)
@@ -333,7 +334,7 @@ def evaluate(cfg: EvaluateConfig) -> dict:
     check_output_dir(cfg.output_dir, cfg.overwrite)
     accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.seed)
     rows = load_prompts(cfg.data, "test")[: cfg.max_prompts]
-    if cfg.rules or (cfg.reward_model and cfg.reward_model.style == "rule"):
+    if cfg.rules or (cfg.reward_model and any(part.style == "rule" for part in cfg.reward_model.parts)):
         check_ground_truth(rows)
     mine = split_for_rank(rows, accelerator.process_index, accelerator.num_processes)
 
