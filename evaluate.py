@@ -264,6 +264,7 @@ def score(cfg: EvaluateConfig, rows: list[dict], results: list[dict], device: to
         for name, fresh in (("baseline", range(len(rows))), ("policy", different)):
             mine = [rows[i] for i in fresh]
             columns = {column: [row.get(column) for row in mine] for column in SCORED_BY}
+            columns["ended"] = [not results[i][name]["truncated"] for i in fresh]
             texts = [results[i][name]["response"] for i in fresh]
             values = scorer([row["prompt"] for row in mine], texts, columns) if mine else []
             for i, value in zip(fresh, values):
@@ -394,7 +395,7 @@ def evaluate(cfg: EvaluateConfig) -> dict:
     check_config(cfg)
     accelerator = start_accelerator(Path(cfg.output_dir), "none", cfg.seed)
     rows = load_prompts(cfg.data, "test")[: cfg.max_prompts]
-    if cfg.rules or (cfg.reward_model and cfg.reward_model.style == "rule"):
+    if cfg.rules or (cfg.reward_model and any(part.style == "rule" for part in cfg.reward_model.parts)):
         check_ground_truth(rows)
     mine = split_for_rank(rows, accelerator.process_index, accelerator.num_processes)
 

@@ -61,7 +61,9 @@ from utils.rewards import (
     check_ground_truth,
     check_reward_config,
     open_reward_model,
-    open_scorer,
+    open_scorers,
+    unpayable,
+    weighted_scores,
 )
 from utils.rollout import Sampling, generate_with_logprobs
 from utils.run import alone, check_same_config, open_output_dir, record_run, run_stage
@@ -546,6 +548,7 @@ class Rollout:
     entropy: list[float] | None = None
     values: list[float] | None = None
     sampled_logprobs: list[float] | None = None  # as the engine drew the tokens; the rest is of the training forward
+    parts: dict[str, float] = field(default_factory=dict)  # of the score, by the names of reward_model's parts
 
 
 @dataclass
@@ -562,7 +565,7 @@ class Run:
     pad_id: int
     stop_ids: list[int] = field(default_factory=list)  # tokens that end a response
     tokenizer: object = None
-    scorer: Scorer | None = None
+    scorers: dict[str, tuple[float, Scorer]] = field(default_factory=dict)  # weight and scorer of each part
     rows: list[dict] = field(default_factory=list)  # train prompts, as stage 1 wrote them
     prompts: list[list[int]] = field(default_factory=list)  # their ids
     held_out: list[dict] = field(default_factory=list)  # test prompts of eval_every
@@ -623,14 +626,17 @@ def start(cfg: PPOConfig) -> Run:
     tokenizer = models.load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
     rows = load_prompts(cfg.data, "train")
     total_steps = count_steps(cfg, len(rows), accelerator.num_processes)
-    if cfg.reward_model.style == "rule":
+    by_rule = any(part.style == "rule" for part in cfg.reward_model.parts)
+    if by_rule:
         check_ground_truth(rows)
     with accelerator.main_process_first():
         roles = build_roles(cfg, accelerator.device, launch.load_device(accelerator))
     policy, limits = roles.lm("policy"), (cfg.max_prompt_length, cfg.max_response_length)
     prompts = encode_prompts(tokenizer, rows, *limits, models.max_positions(policy))
-    scorer = build_scorer(cfg, roles, tokenizer, accelerator)
+    scorers = build_scorers(cfg, roles, tokenizer, accelerator)
     held_out = load_prompts(cfg.data, "test")[: cfg.eval_prompts] if cfg.eval_every else []
+    if by_rule:
+        check_ground_truth(held_out)
     encode_prompts(tokenizer, held_out, *limits, models.max_positions(policy))
     probe = contracts.probe_batch(prompts[contracts.probe_row(prompts)], tokenizer.pad_token_id, accelerator.device)
     zero3 = launch.is_zero3(accelerator)
@@ -660,7 +666,7 @@ def start(cfg: PPOConfig) -> Run:
     guards = Guards(cfg.guards, folder, state, accelerator.is_main_process)
     run = Run(cfg, accelerator, roles, model, optimizer, guards, state, tokenizer.pad_token_id)
     run.tokenizer, run.stop_ids = tokenizer, stop_ids
-    run.scorer, run.rows, run.prompts, run.held_out = scorer, rows, prompts, held_out
+    run.scorers, run.rows, run.prompts, run.held_out = scorers, rows, prompts, held_out
     run.total_steps, run.base_lr, run.checks = total_steps, base_lr, checks
     partial = cfg.resume == "partial"
     restored = load_checkpoint(folder, accelerator, model, optimizer, set(state), partial) if cfg.resume else None
@@ -763,8 +769,8 @@ def respond(run: Run, rows: list[int], prompts: list[list[int]], temperature: fl
 # --------------------------------------------------------------------------------------------------- 2 score
 
 
-def build_scorer(cfg: PPOConfig, roles: RoleModel, tokenizer, accelerator) -> Scorer:
-    """The reward as f(prompts, responses, columns) -> scores; a reward model's are shifted and scaled to its stats."""
+def build_scorers(cfg: PPOConfig, roles: RoleModel, tokenizer, accelerator) -> dict[str, tuple[float, Scorer]]:
+    """Weight and scorer of each part of the reward; a reward model's scores are shifted and scaled to its stats."""
     reward, device = None, accelerator.device
     if cfg.reward_model.style == "model":
 
@@ -776,19 +782,21 @@ def build_scorer(cfg: PPOConfig, roles: RoleModel, tokenizer, accelerator) -> Sc
         positions = models.max_positions(roles.lm("reward"))
         reward = open_reward_model(cfg.reward_model.path, device, forward=forward, positions=positions, tokenizer=own)
         reward = dataclasses.replace(reward, synced=launch.is_zero3(accelerator))
-    return open_scorer(cfg.reward_model, cfg.log_prob_micro_batch_size_per_gpu, device, reward=reward, scaled=True)
+    micro = cfg.log_prob_micro_batch_size_per_gpu
+    return open_scorers(cfg.reward_model, micro, device, cfg.model.dtype, reward=reward, scaled=True)
 
 
-def score(rollouts: list[Rollout], rows: list[dict], scorer) -> None:
+def score(rollouts: list[Rollout], rows: list[dict], scorers: dict[str, tuple[float, Scorer]]) -> None:
     """Fill in the scores. rows: of which each rollout names one."""
     mine = [rows[r.row] for r in rollouts]
     columns = {name: [row.get(name) for row in mine] for name in ("id", "ground_truth", "reference", "metadata")}
+    columns["ended"] = [r.ended for r in rollouts]
     try:
-        scores = scorer([row["prompt"] for row in mine], [r.text for r in rollouts], columns)
+        scores, parts = weighted_scores(scorers, [row["prompt"] for row in mine], [r.text for r in rollouts], columns)
     except BadScore as error:
-        scores = error.scores  # the guards decide, when every rank knows of it
-    for rollout, value in zip(rollouts, scores):
-        rollout.score = value
+        scores, parts = error.scores, {}  # the guards decide, when every rank knows of it
+    for i, rollout in enumerate(rollouts):
+        rollout.score, rollout.parts = scores[i], {name: values[i] for name, values in parts.items()}
 
 
 def print_rollout(rollout: Rollout, tokenizer) -> None:
@@ -906,6 +914,7 @@ def experience(
         returns, more = totals[:, None].expand_as(mask), {}
     whiten = algorithm.adv_estimator == "gae" if algorithm.whiten_advantages is None else algorithm.whiten_advantages
     tensors["advantages"] = masked_whiten(advantages, mask) if whiten else advantages
+    parts = rollouts[0].parts if len(rollouts[0].parts) > 1 else ()
     metrics = {
         "objective/kl": torch.where(mask, logprobs - ref_logprobs, 0).sum(1).mean(),
         "objective/kl_per_token": masked_mean(k3(logprobs, ref_logprobs).clamp(max=MAX_TOKEN_KL), mask),
@@ -915,6 +924,7 @@ def experience(
         "objective/reward_mean": totals.mean(),
         "objective/reward_std": totals.std(unbiased=False),
         "objective/return_mean": masked_mean(returns, mask),
+        **{f"objective/score_{name}_mean": fmean(r.parts[name] for r in rollouts) for name in parts},
         **more,
     }
     return tensors, {name: float(value) for name, value in metrics.items()} | text_metrics(rollouts)
@@ -1161,7 +1171,7 @@ def answer_held_out(run: Run) -> dict[str, float]:
     cfg, rows = run.cfg, run.held_out
     prompts = encode_prompts(run.tokenizer, rows, cfg.max_prompt_length, cfg.max_response_length, None)
     rollouts = respond(run, list(range(len(rows))), prompts, 0.0)
-    score(rollouts, rows, run.scorer)
+    score(rollouts, rows, run.scorers)
     if not run.is_main:
         return {}
     questions = [row["prompt"][-1]["content"] for row in rows]
@@ -1289,7 +1299,7 @@ def take_steps(run: Run) -> list[dict]:
             rollouts = sample(run)
         # 2. score
         with timer("score"):
-            score(rollouts, run.rows, run.scorer)
+            score(rollouts, run.rows, run.scorers)
         # 3. every rank gets all rollouts, with log-probabilities of policy and reference, and values
         with timer("logprobs"):
             rollouts = run_training_forward(run, launch.gather_lists(rollouts)[: cfg.train_batch_size])
@@ -1301,6 +1311,8 @@ def take_steps(run: Run) -> list[dict]:
         metrics |= mismatch
         if run.is_main and steps_run == 0:
             print_rollout(rollouts[0], run.tokenizer)
+            if problem := unpayable(cfg.reward_model, [r.text for r in rollouts], [r.ended for r in rollouts]):
+                print(f"warning: {problem}", flush=True)
         # 6. clipped updates
         verdict = run.guards.check_rollouts(run.step, metrics, rollouts, run.rows, cfg.data)
         if verdict.action == "go on":

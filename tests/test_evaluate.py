@@ -219,7 +219,10 @@ AFTER = [(text, ended) for _, _, _, text, ended in ANSWERS]
 
 def count_a(prompts, responses, *, id, ground_truth, reference, **columns):
     """The letter a, counted; every column must be that of the prompt."""
-    assert [prompt[-1]["content"] for prompt in prompts] == [f"q{i}" for i in id] and set(columns) == {"metadata"}
+    assert [prompt[-1]["content"] for prompt in prompts] == [f"q{i}" for i in id] and set(columns) == {
+        "metadata",
+        "ended",
+    }
     assert ground_truth == [answer[0] for answer in ANSWERS][: len(id)] and reference == [f"r{i}" for i in id]
     return [response.count("a") for response in responses]
 

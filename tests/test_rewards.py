@@ -1,16 +1,29 @@
 """Final numbers of answers, by value; and reward functions that misbehave."""
 
+import dataclasses
+import functools
+import json
+import re
+from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
+import numpy
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
-from helpers import CPU, byte_tokenizer, messages
+import yaml
+from helpers import CPU, base_config, byte_tokenizer, messages
 
+from train_ppo import train
 from utils.config import ModelConfig, UserError
+from utils.data import COLUMNS
 from utils.models import load_tokenizer, new_reward_model, template_fingerprint, write_stats
 from utils.rewards import (
     RewardConfig,
     RewardModel,
+    RewardPart,
     boxed,
     check_ground_truth,
     check_reward_config,
@@ -20,6 +33,9 @@ from utils.rewards import (
     numbers,
     open_reward_model,
     open_scorer,
+    open_scorers,
+    unpayable,
+    weighted_scores,
 )
 
 
@@ -153,6 +169,370 @@ def test_wrong_reward_functions_are_named(name, message):
         function_scorer(f"test_rewards:{name}")([messages("x")] * 2, ["a", "b"], {})
 
 
+def as_dict(prompts, responses, **columns):
+    return dict.fromkeys(responses, 1.0)
+
+
+def as_set(prompts, responses, **columns):
+    return {1.0, 2.0}
+
+
+def as_keys(prompts, responses, **columns):
+    return dict.fromkeys(responses, 1.0).keys()
+
+
+def as_text(prompts, responses, **columns):
+    return "12"
+
+
+def as_true(prompts, responses, **columns):
+    return True
+
+
+def short_generator(prompts, responses, **columns):
+    yield 1.0
+
+
+def endless_generator(prompts, responses, **columns):
+    while True:
+        yield 1.0
+
+
+async def in_the_future(prompts, responses, **columns):
+    return [1.0] * len(responses)
+
+
+def rows_of_one(prompts, responses, **columns):
+    return torch.ones(len(responses), 1)
+
+
+def one_tensor(prompts, responses, **columns):
+    return torch.tensor(1.0)
+
+
+def huge(prompts, responses, **columns):
+    return [1.0, 1e300]
+
+
+def huge_integer(prompts, responses, **columns):
+    return [10**5000, 1]
+
+
+def complex_number(prompts, responses, **columns):
+    return [1j, 1]
+
+
+def clears(prompts, responses, **columns):
+    prompts.clear(), responses.clear(), columns["id"].clear()
+    return []
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("as_dict", "a dict, not one number a response"),
+        ("as_set", "a set, not one number a response"),
+        ("as_keys", "a dict_keys, not one number a response"),
+        ("as_text", "a str, not one number a response"),
+        ("as_true", "a bool, not one number a response"),
+        ("in_the_future", "a coroutine, not one number a response"),
+        ("one_tensor", "a float, not one number a response"),
+        ("short_generator", "1 scores for 2 responses"),
+        ("endless_generator", "more scores for 2 responses"),
+        ("clears", "0 scores for 2 responses"),
+        ("rows_of_one", r"\[1.0\] for row x7, the response 'a'"),
+        ("nan_score", "nan for row x8, the response 'b'"),
+        ("huge", "1e\\+300 for row x8, the response 'b'"),
+        ("huge_integer", "too large a number for row x7, the response 'a'"),
+        ("complex_number", "1j for row x7, the response 'a'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_what_is_no_list_of_scores_is_refused_by_row(name, message):
+    with pytest.raises(UserError, match=f"^reward function test_rewards:{name} returned {message}") as caught:
+        function_scorer(f"test_rewards:{name}")([messages("x")] * 2, ["a", "b"], {"id": ["x7", "x8"]})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [True, False],
+        (1, 0),
+        iter([1.0, 0.0]),
+        numpy.array([1, 0]),
+        numpy.array([True, False]),
+        numpy.float32([1, 0]),
+        torch.tensor([1.0, 0.0], requires_grad=True),
+        torch.tensor([1, 0], dtype=torch.bfloat16),
+        [torch.tensor(1.0), numpy.float64(0)],
+        [Fraction(1), Decimal(0)],
+        dict(a=1.0, b=0.0).values(),
+    ],
+    ids=str,
+)
+def test_anything_that_is_a_list_of_numbers_is_scores(scores):
+    scorer = function_scorer(RewardConfig("function", function=lambda prompts, responses: scores).function)
+    found = scorer([messages("x")] * 2, ["a", "b"], {"id": [1, 2]})
+    assert found == [1.0, 0.0] and {type(score) for score in found} == {float}
+
+
+def spoils(prompts, responses, **columns):
+    scores = [float(len(p) + len(r)) for p, r in zip(prompts, responses)]
+    for prompt in prompts:
+        prompt[0]["content"] = "spoilt"
+        prompt.append({})
+    responses.reverse()
+    columns["metadata"][0]["a"] = 9
+    for values in columns.values():
+        values.clear()
+    return scores
+
+
+def test_a_reward_function_cannot_change_its_inputs():
+    prompts, responses, columns = (
+        [messages("x"), messages("y")],
+        ["a", "bbb"],
+        {"id": [1, 2], "metadata": [{"a": 1}, 0]},
+    )
+    assert function_scorer("test_rewards:spoils")(prompts, responses, columns) == [2.0, 4.0]
+    assert prompts == [messages("x"), messages("y")] and responses == ["a", "bbb"]
+    assert columns == {"id": [1, 2], "metadata": [{"a": 1}, 0]}
+
+
+def only_truth(prompts, responses, ground_truth):
+    return [float(r == g) for r, g in zip(responses, ground_truth)]
+
+
+def only_ended(prompts, responses, *, ended, **columns):
+    return [float(end) for end in ended]
+
+
+def test_reward_function_gets_the_columns_that_it_names():
+    batch = [messages("x")] * 2, ["a", "b"], {"ground_truth": ["a", "c"], "id": [1, 2], "ended": [False, True]}
+    assert function_scorer("test_rewards:only_truth")(*batch) == [1.0, 0.0]
+    assert function_scorer("test_rewards:only_ended")(*batch) == [0.0, 1.0]
+
+
+def fails_at_b(prompts, responses, **columns):
+    return [{"a": 1.0}[r] for r in responses]
+
+
+def fails_in_library(prompts, responses, **columns):
+    return [json.loads(r) for r in responses]
+
+
+def fails_in_pairs(prompts, responses, **columns):
+    return [1.0] if len(responses) == 1 else [1 / 0]
+
+
+def fails_late(prompts, responses, **columns):
+    for response in responses:
+        yield float(response.index("a"))
+
+
+def needs_more(prompts, responses, judge, **columns):
+    return [1.0] * len(responses)
+
+
+def line_of(function) -> int:
+    return function.__code__.co_firstlineno
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (fails_at_b, rf"row x8: KeyError: 'b' \(.*test_rewards.py:{line_of(fails_at_b) + 1}\)"),
+        (
+            fails_in_library,
+            rf"row x7: JSONDecodeError: Expecting .* \(.*test_rewards.py:{line_of(fails_in_library) + 1}\)",
+        ),
+        (
+            fails_in_pairs,
+            rf"a batch: ZeroDivisionError: division .*\(.*test_rewards.py:{line_of(fails_in_pairs) + 1}\)",
+        ),
+        (fails_late, rf"row x8: ValueError: substring not found \(.*test_rewards.py:{line_of(fails_late) + 2}\)"),
+        (needs_more, "row x7: TypeError: needs_more.* missing 1 required positional argument: 'judge'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_exception_in_a_reward_function_is_one_line(function, message):
+    name = f"test_rewards:{function.__name__}"
+    with pytest.raises(UserError, match=f"^reward function {name} failed at {message}$") as caught:
+        function_scorer(name)([messages("x")] * 2, ["a", "b"], {"id": ["x7", "x8"]})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("line, error", [("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError")])
+def test_a_module_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, line, error):
+    (tmp_path / "broken_reward.py").write_text("x = 1\n" + line)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"reward function broken_reward:f cannot be imported: {error}: .*py.*2"):
+        function_scorer("broken_reward:f")
+    with pytest.raises(UserError, match="reward function test_rewards:CONSTANT is a int; give the name of a function"):
+        function_scorer("test_rewards:CONSTANT")
+
+
+CONSTANT = 1
+
+
+# --- functions of a notebook
+
+
+class Judge:
+    def __init__(self, worth):
+        self.worth = worth
+
+    def __call__(self, prompts, responses):
+        return [self.worth] * len(responses)
+
+
+def test_a_function_itself_can_be_given():
+    """Its name stands for it, so that files and the check of a resumed run see the same."""
+    cfg = RewardConfig("function", function=one_score)
+    assert cfg.function == "test_rewards:one_score" and cfg == RewardConfig("function", function=one_score)
+    assert yaml.safe_load(yaml.safe_dump(dataclasses.asdict(cfg)))["function"] == "test_rewards:one_score"
+    assert dataclasses.replace(cfg, weight=2.0).function == cfg.function
+    assert open_scorer(cfg, 1, CPU)([messages("x")], ["a"], {"id": [1]}) == [1.0]
+    batch = [messages("x")] * 2, ["a", "bb"], {"id": [1, 2]}
+    kinds = [lambda p, r: [1, 2], lambda p, r: [3, 4], functools.partial(Judge.__call__, Judge(5)), Judge(6), Judge(7)]
+    configs = [RewardConfig("function", function=kind) for kind in kinds]
+    assert [open_scorer(c, 1, CPU)(*batch) for c in configs] == [[1, 2], [3, 4], [5, 5], [6, 6], [7, 7]]
+    assert RewardConfig("function", function=kinds[1]) == configs[1]
+
+
+# --- cut-off answers
+
+
+def test_a_cut_off_answer_is_not_paid_by_accident():
+    batch = [messages("q")] * 3, ["20 cups to feed 20 chickens", "#### 20", "so 20"]
+    columns = {"id": [1, 2, 3], "ground_truth": ["20"] * 3, "ended": [False, False, True]}
+    assert open_scorer(RewardConfig("rule", rule="gsm8k", ended_only=True), 1, CPU)(*batch, columns) == [0, 0, 1]
+    assert open_scorer(RewardConfig("rule", rule="gsm8k"), 1, CPU)(*batch, columns) == [1, 1, 1]
+    strict = RewardConfig("rule", rule="gsm8k_strict", ended_only=True)
+    assert open_scorer(strict, 1, CPU)(*batch, columns) == [0, 0, 0]
+    with pytest.raises(UserError, match="reward_model.ended_only has no effect with style function"):
+        check_reward_config(RewardConfig("function", function="a:b", ended_only=True))
+
+
+def test_rules_that_can_pay_nothing_are_named():
+    strict, loose = RewardConfig("rule", rule="gsm8k_strict"), RewardConfig("rule", rule="gsm8k")
+    message = "rule gsm8k_strict finds no answer in any of the 2 responses.* a number after ####, as in '#### 42': ask"
+    assert re.match(message, unpayable(strict, ["so 42", "Step 3"], [True, True]))
+    assert unpayable(strict, ["so 42", "#### 3"], [True, True]) is None
+    assert unpayable(loose, ["so 42", "no idea"], [True, True]) is None
+    assert re.match("rule gsm8k finds no .*as in 'The answer is 42.'", unpayable(loose, ["no", "x"], [True, False]))
+    ended_only = RewardConfig("rule", rule="gsm8k", ended_only=True)
+    assert re.match("all 2 responses were cut off, so rule gsm8k", unpayable(ended_only, ["42", "x"], [False, False]))
+    assert unpayable(ended_only, ["42", "x"], [False, True]) is None
+    assert unpayable(loose, ["42", "x"], [False, False]) is None
+    assert unpayable(RewardConfig("function", function="a:b"), ["x"], [False]) is None
+    extra = RewardConfig("function", function="a:b", also=[RewardPart("rule", rule="gsm8k_strict")])
+    assert re.match("rule gsm8k_strict finds", unpayable(extra, ["42"], [True]))
+
+
+# --- weighted sums and warnings, in a run
+
+
+def letters(prompts, responses, **columns):
+    return [response.count("a") / 8 for response in responses]
+
+
+def test_a_run_logs_each_part_and_goes_on_with_functions_given(tiny, preferences, tmp_path):
+    ended = RewardPart("function", function=lambda prompts, responses, ended: ended, weight=-3.0)
+    reward = RewardConfig("function", function=letters, weight=2.0, also=[ended])
+    cfg = base_config(tiny, preferences, tmp_path / "out", reward_model=reward, total_steps=1, save_every=1)
+    (step,) = train(cfg)
+    share = 1 - step["rollout/truncated_fraction"]
+    assert step["objective/score_lambda_mean"] == pytest.approx(share)
+    total = 2 * step["objective/score_letters_mean"] - 3 * share
+    assert step["objective/score_mean"] == pytest.approx(total, abs=1e-6)
+    resolved = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["reward_model"]
+    assert (resolved["function"], resolved["also"][0]["weight"]) == ("test_rewards:letters", -3.0)
+    more = train(dataclasses.replace(cfg, total_steps=2, resume="auto"))
+    assert [m["step"] for m in more] == [2]
+    alone = base_config(
+        tiny, preferences, tmp_path / "one", reward_model=RewardConfig("function", function=letters), total_steps=1
+    )
+    assert "objective/score_letters_mean" not in train(alone)[0]  # it would be score_mean again
+
+
+def always_fails(prompts, responses, **columns):
+    raise ValueError(columns["id"][0])
+
+
+def test_an_exception_ends_a_run_with_the_row(tiny, preferences, tmp_path):
+    reward = RewardConfig("function", function=always_fails)
+    cfg = base_config(tiny, preferences, tmp_path / "out", reward_model=reward, total_steps=1)
+    with pytest.raises(UserError, match=r"failed at row (\S+): ValueError: \1 \(.*test_rewards.py:\d+\)$"):
+        train(cfg)
+
+
+def test_a_run_says_that_no_reply_can_be_read(tiny, tmp_path, capsys):
+    rows = [
+        dict.fromkeys(COLUMNS["prompts"]) | {"id": str(i), "prompt": messages(f"q{i}"), "ground_truth": str(i)}
+        for i in range(4)
+    ]
+    for split in ("train", "test"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}-00000-of-00001.parquet")
+    reward = RewardConfig("rule", rule="gsm8k_strict")
+    cfg = base_config(tiny, str(tmp_path), tmp_path / "out", reward_model=reward, total_steps=2, eval_every=2)
+    train(cfg)
+    printed = capsys.readouterr().out
+    assert printed.count("warning: ") == 1
+    assert "warning: rule gsm8k_strict finds no answer in any of the 8 responses, so each gets 0; it looks" in printed
+    rows[3]["ground_truth"] = "(1, 2)"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test-00000-of-00001.parquet")
+    with pytest.raises(UserError, match=r"row 3: ground_truth '\(1, 2\)' is not a number"):
+        train(dataclasses.replace(cfg, output_dir=str(tmp_path / "out2")))
+
+
+# --- weighted sums
+
+
+def test_scores_are_weighted_sums(folder):
+    lengths_of = RewardPart("function", function="test_rewards:uses_columns", weight=0.1)
+    cfg = RewardConfig("rule", rule="gsm8k", weight=2.0, also=[lengths_of, RewardPart(path=folder, weight=-1.0)])
+    check_reward_config(cfg)
+    batch = [messages("q")] * 2, ["5", "it is 4"], {"id": [1, 2], "ground_truth": ["5", "5"]}
+    scorers = open_scorers(cfg, 2, CPU, "float32")
+    name = re.sub(r"\W+", "_", Path(folder).name)
+    assert list(scorers) == ["gsm8k", "uses_columns", name]
+    total, parts = weighted_scores(scorers, *batch)
+    raw = open_reward_model(folder, CPU, "float32").scores(*batch[:2], 1)
+    assert (parts["gsm8k"], parts["uses_columns"]) == ([1, 0], [2, 1])
+    assert parts[name] == pytest.approx(raw, abs=1e-5)
+    assert total == pytest.approx([2 * 1 + 0.1 * 2 - raw[0], 2 * 0 + 0.1 * 1 - raw[1]], abs=1e-5)
+    assert open_scorer(cfg, 2, CPU, "float32")(*batch) == pytest.approx(total, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "part, message",
+    [
+        (RewardPart("rule"), r"reward_model.also\[1\].style rule needs reward_model.also\[1\].rule"),
+        (RewardPart(path="x", rule="gsm8k"), r"reward_model.also\[1\].rule has no effect with"),
+        (RewardPart(path="x", weight=float("nan")), r"reward_model.also\[1\].weight nan must be a finite number"),
+    ],
+)
+def test_each_part_is_checked(part, message):
+    with pytest.raises(UserError, match=message):
+        check_reward_config(RewardConfig(path="x", also=[RewardPart(path="y"), part]))
+
+
+def test_parts_have_names_of_their_own():
+    parts = [
+        RewardPart("rule", rule="gsm8k"),
+        RewardPart("rule", rule="gsm8k_strict"),
+        RewardPart("rule", rule="gsm8k"),
+    ]
+    assert list(open_scorers(RewardConfig("rule", rule="gsm8k", also=parts), 1, CPU)) == [
+        "gsm8k", "gsm8k_2", "gsm8k_strict", "gsm8k_4"
+    ]  # fmt: skip
+    names = [RewardPart(path=path).name for path in ("out/reward/final", "org/Small-RM", "/a/b/", "final", "../x.y")]
+    assert names == ["reward", "Small_RM", "b", "model", "x_y"]
+    assert RewardPart("function", function="a.b:short_is_good").name == "short_is_good"
+
+
 def test_reward_function_gets_columns():
     scorer = function_scorer("test_rewards:uses_columns")
     assert scorer([messages("x")] * 2, ["a", "b"], {"ground_truth": ["a", "c"], "id": [1, 2]}) == [2.0, 1.0]
@@ -207,6 +587,9 @@ def test_scores_are_of_whole_rows_in_the_order_given():
     broken = RewardModel(lambda ids, mask: torch.tensor([float("nan")]), byte_tokenizer(), CPU)
     with pytest.raises(UserError, match="the reward model gives nan to the response 'aaaa'; try model.dtype float32"):
         broken.scores(prompts[:1], texts[:1], 1)
+    third = RewardModel(lambda ids, mask: torch.where(mask.sum(1) == 23, float("inf"), 0.0), byte_tokenizer(), CPU)
+    with pytest.raises(UserError, match="^row x3: the reward model gives inf to the response 'aa'"):
+        third.scorer(2)(prompts, texts, {"id": ["x1", "x2", "x3", "x4"]})
 
 
 @pytest.fixture

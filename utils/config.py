@@ -219,7 +219,8 @@ def _optional_branches(config_class, prefix: str = "", inside: bool = False) -> 
 def _field_docs(config_class) -> dict[str, str]:
     from docstring_parser import parse_from_object
 
-    return {p.arg_name: " ".join(p.description.split()) for p in parse_from_object(config_class).params}
+    classes = [c for c in reversed(config_class.__mro__) if dataclasses.is_dataclass(c)]
+    return {p.arg_name: " ".join(p.description.split()) for c in classes for p in parse_from_object(c).params}
 
 
 def _check_keys(types: dict, argv: list[str]) -> list[str]:

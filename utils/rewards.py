@@ -1,20 +1,24 @@
 """Where scores come from: a reward model, a rule, or a Python function. Scores are one number a response."""
 
+import copy
 import importlib
+import inspect
 import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
 import torch
 from torch import Tensor
 
+from utils.answers import boxed, final_number, numbers, right_number  # noqa: F401  (importable from here)
 from utils.config import ModelConfig, UserError
 from utils.data import encode_prompt, encode_response
 from utils.models import (
@@ -40,9 +44,12 @@ class BadScore(UserError):
         self.scores = scores
 
 
+GIVEN: dict[str, Callable] = {}  # reward functions that a notebook gave as they are, by the name that stands for them
+
+
 @dataclass(frozen=True)
-class RewardConfig:
-    """What responses are scored by."""
+class RewardPart:
+    """One source of scores."""
 
     style: Literal["model", "rule", "function"] = "model"
     """a reward model (`path`), a built-in rule (`rule`) or your own Python function (`function`)"""
@@ -51,96 +58,96 @@ class RewardConfig:
     rule: Literal["gsm8k", "gsm8k_strict"] | None = None
     """gsm8k: 1 if the final number equals ground_truth, else 0; gsm8k_strict: only a number after #### counts"""
     function: str | None = None
-    """module:name of f(prompts, responses, **columns) -> one number a response"""
+    """module:name of f(prompts, responses, **columns) -> one number a response; in Python also the function itself"""
+    ended_only: bool = False
+    """rule: a response that was cut off gets 0, whatever number it breaks off at"""
+    weight: float = 1.0
+    """the score is multiplied by this"""
+
+    def __post_init__(self):
+        if callable(self.function):  # its name stands for it, in config.yaml too
+            home, name = (getattr(self.function, key, "") for key in ("__module__", "__qualname__"))
+            name = base = f"{home}:{name or type(self.function).__qualname__ + '<>'}"
+            count = itertools.count(2)
+            while "<" in base and GIVEN.get(name, self.function) is not self.function:  # lambdas have one name
+                name = f"{base}{next(count)}"
+            GIVEN[name] = self.function
+            object.__setattr__(self, "function", name)
+
+    @property
+    def name(self) -> str:
+        """What metrics call it: the rule, the function, or the reward model's folder."""
+        folders = [part for part in Path(self.path or "").parts if part != "final"]
+        name = self.rule or re.split("[:.]", self.function or "")[-1] or (folders or ["model"])[-1]
+        return re.sub(r"\W+", "_", name).strip("_")
+
+
+@dataclass(frozen=True)
+class RewardConfig(RewardPart):
+    """What responses are scored by."""
+
+    also: list[RewardPart] = field(default_factory=list)
+    """more sources, each with the keys above (their own style, weight, ...): the score is the weighted sum of all"""
+
+    @property
+    def parts(self) -> list[RewardPart]:
+        return [self, *self.also]
 
 
 def check_reward_config(cfg: RewardConfig) -> None:
-    """Exactly the key that the style needs is set."""
+    """In every part exactly the key that the style needs is set."""
     needs = {"model": "path", "rule": "rule", "function": "function"}
-    if getattr(cfg, needs[cfg.style]) is None:
-        raise UserError(f"reward_model.style {cfg.style} needs reward_model.{needs[cfg.style]}")
-    for style, key in needs.items():
-        if style != cfg.style and getattr(cfg, key) is not None:
-            raise UserError(
-                f"reward_model.{key} has no effect with reward_model.style {cfg.style}; remove it or set style {style}"
-            )
+    for i, part in enumerate(cfg.parts):
+        place = f"reward_model.also[{i - 1}]" if i else "reward_model"
+        if getattr(part, needs[part.style]) is None:
+            raise UserError(f"{place}.style {part.style} needs {place}.{needs[part.style]}")
+        for style, key in needs.items():
+            if style != part.style and getattr(part, key) is not None:
+                raise UserError(
+                    f"{place}.{key} has no effect with {place}.style {part.style}; remove it or set style {style}"
+                )
+        if part.style != "rule" and part.ended_only:
+            raise UserError(f"{place}.ended_only has no effect with style {part.style}; remove it")
+        if not math.isfinite(part.weight):
+            raise UserError(f"{place}.weight {part.weight} must be a finite number")
 
 
-# ------------------------------------------------------------------------------------------------ final numbers
-
-# math-verify 0.9 was tried in place of what follows. It reads more LaTeX, but 12 of the 35 answers in
-# tests/test_rewards.py wrong (a minus sign, \fbox, "#### 72" before more text) and 6 of 2,000 solutions of GSM8K.
-# It takes 2 ms an answer for our 0.03. Outside the main thread it needs its timeouts off, and then
-# \boxed{9^{9^{9^{9}}}} holds the whole process for good.
-
-_NUMBER = re.compile(r"(\d+/\d+|(?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?|\.\d+)")
-_SPACED = re.compile(r"[$\s]*(-?)\s?\$?\s?(\d{1,3}(?: \d{3})+)(\.\d+)?[.%\s]*")
-
-
-def numbers(text: str) -> list[Fraction]:
-    """All numbers of a text, in order, exactly.
-
-    A comma belongs to a number only between groups of three digits, a minus only where nothing it could
-    be subtracted from stands before it; `$` is skipped, `%` is ignored (15% is 15), and 1/4 is a quarter.
-
-    >>> [float(x) for x in numbers("from -3 to 1,234.50, 12,34 and 5-3")]
-    [-3.0, 1234.5, 12.0, 34.0, 5.0, 3.0]
-    """
-    text = text.replace("\u2212", "-")
-    spaced = _SPACED.fullmatch(text)
-    if spaced:  # 48 000 is one number where nothing else stands beside it
-        text = spaced[1] + spaced[2].replace(" ", "") + (spaced[3] or "")
-    found = []
-    for match in _NUMBER.finditer(text):
-        digits = match[0].replace(",", "")
-        if "/" in digits and int(digits.split("/")[1]) == 0:
-            continue
-        before = re.sub(r"[\s$]{0,2}$", "", text[: match.start()])
-        negative = before.endswith("-") and not re.search(r"[\d)]\s?$|[A-Za-z]$", before[:-1])
-        found.append(-Fraction(digits) if negative else Fraction(digits))
-    return found
-
-
-def boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...} or \fbox{...}, its braces matched, without outer spaces, or None.
-
-    One rule for what a model answers and for a right answer that stage 1 reads from a written solution. A box
-    that is never closed does not count, and the one before it does.
-    """
-    start, last, opened = -1, None, []
-    for match in re.finditer(r"\\f?box(?:ed)?\s*\{|[{}]", text):
-        if match[0] != "}":
-            opened.append(match.end() if match[0] != "{" else -1)
-        elif opened:
-            begin = opened.pop()
-            if begin > start:
-                start, last = begin, text[begin : match.start()].strip()
-    return last
-
-
-def final_number(text: str, strict: bool = False) -> Fraction | None:
-    """The answer that a response gives: after the last ####; else (not strict) in the last box; else the last number.
-
-    None if there is none. #### marks win over boxes, because GSM8K's own solutions use them.
-    """
-    text = re.sub(r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text.replace("**", "").replace("\\$", "$"))
-    for marked in reversed(text.split("####")[1:]):
-        found = numbers(marked.strip().splitlines()[0] if marked.strip() else "")
-        if found:
-            return found[0]
-    if strict:
-        return None
-    box = boxed(text)
-    found = numbers(box) if box is not None else []
-    found = found or numbers(text)
-    return found[-1] if found else None
+# ---------------------------------------------------------------------------------------------------------- rules
 
 
 def gsm8k_score(response: str, ground_truth: str, strict: bool = False) -> float:
     """1.0 if the response's final number equals the right one, else 0.0."""
-    gold = final_number(ground_truth)
+    gold = right_number(ground_truth)
     answer = final_number(response, strict)
     return float(gold is not None and answer is not None and gold == answer)
+
+
+def check_ground_truth(rows: list[dict]) -> None:
+    """A rule can only score rows whose right answer is a number."""
+    for row in rows:
+        if row.get("ground_truth") is None or right_number(row["ground_truth"]) is None:
+            raise UserError(
+                f"row {row['id']}: ground_truth {row.get('ground_truth')!r} is not a number, "
+                "which reward_model.rule needs; remove the row or prepare data with a ground_truth column"
+            )
+
+
+def unpayable(cfg: RewardConfig, responses: list[str], ended: list[bool]) -> str | None:
+    """What is wrong where a rule can read an answer in none of the responses, or None."""
+    for part in cfg.parts:
+        if part.style == "rule" and part.ended_only and not any(ended):
+            return (
+                f"all {len(responses)} responses were cut off, so rule {part.rule} gives each of them 0; "
+                "raise max_response_length, or set reward_model.ended_only to false"
+            )
+        strict = part.rule == "gsm8k_strict"
+        if part.style == "rule" and all(final_number(response, strict) is None for response in responses):
+            wanted = "number after ####, as in '#### 42'" if strict else "number, as in 'The answer is 42.'"
+            return (
+                f"rule {part.rule} finds no answer in any of the {len(responses)} responses, so each gets 0; "
+                f"it looks for a {wanted}: ask for that in the prompts (prompt_suffix of stage 1)"
+            )
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------- scorers
@@ -149,25 +156,60 @@ def gsm8k_score(response: str, ground_truth: str, strict: bool = False) -> float
 Scorer = Callable[[list[list[dict]], list[str], dict[str, list]], list[float]]
 
 
-def rule_scorer(rule: str) -> Scorer:
+def rule_scorer(rule: str, ended_only: bool = False) -> Scorer:
+    """Columns: ground_truth, and with ended_only `ended`, whether the response ended by itself."""
     strict = rule.endswith("_strict")
-    return lambda prompts, responses, columns: [
-        gsm8k_score(response, truth, strict) for response, truth in zip(responses, columns["ground_truth"])
-    ]
 
+    def scorer(prompts, responses, columns):
+        ended = columns["ended"] if ended_only else [True] * len(responses)
+        return [
+            gsm8k_score(response, truth, strict) if end else 0.0
+            for response, truth, end in zip(responses, columns["ground_truth"], ended)
+        ]
 
-def check_ground_truth(rows: list[dict]) -> None:
-    """A rule can only score rows whose right answer is a number."""
-    for row in rows:
-        if row.get("ground_truth") is None or final_number(row["ground_truth"]) is None:
-            raise UserError(
-                f"row {row['id']}: ground_truth {row.get('ground_truth')!r} is not a number, "
-                "which reward_model.rule needs; remove the row or prepare data with a ground_truth column"
-            )
+    return scorer
 
 
 def function_scorer(name: str) -> Scorer:
-    """`module:name`, imported from the current folder or the Python path."""
+    """`module:name`, imported from the current folder or the Python path, or a function that a notebook gave."""
+    function = GIVEN[name] if name in GIVEN else import_function(name)
+
+    def call(*batch) -> list:  # with copies: what the function does to them stays its own
+        prompts, responses, columns = copy.deepcopy(batch)
+        scores = function(prompts, responses, **wanted_columns(function, columns))
+        scores = scores.tolist() if hasattr(scores, "tolist") else scores  # of arrays and tensors
+        if not isinstance(scores, Iterable) or isinstance(scores, Mapping | Set | str | bytes):
+            raise UserError(f"reward function {name} returned a {type(scores).__name__}, not one number a response")
+        return list(itertools.islice(scores, len(batch[1]) + 1))
+
+    def scorer(prompts, responses, columns):
+        def one(i: int) -> tuple:
+            return prompts[i : i + 1], responses[i : i + 1], {n: values[i : i + 1] for n, values in columns.items()}
+
+        try:
+            scores = call(prompts, responses, columns)
+        except UserError:
+            raise
+        except Exception as error:
+            rows = columns.get("id", range(len(responses)))
+            place = next((f"row {row}" for i, row in enumerate(rows) if fails(call, one(i), type(error))), "a batch")
+            raise UserError(f"reward function {name} failed at {place}: {described(error)}") from None
+        if len(scores) != len(responses):
+            more = "more" if len(scores) > len(responses) else len(scores)
+            raise UserError(f"reward function {name} returned {more} scores for {len(responses)} responses")
+        values = [as_number(score) for score in scores]
+        for i, score in enumerate(scores):
+            if not abs(values[i]) <= torch.finfo(torch.float32).max:
+                row = f"row {columns['id'][i]}, " if "id" in columns else ""
+                shown = "too large a number" if isinstance(score, int) else " ".join(str(score).split())[:80]
+                message = f"reward function {name} returned {shown} for {row}the response {responses[i][:80]!r}"
+                raise BadScore(message, values) if isinstance(score, SupportsFloat) else UserError(message)
+        return values
+
+    return scorer
+
+
+def import_function(name: str) -> Callable:
     module_name, _, attribute = name.partition(":")
     for folder in (str(Path.cwd()), str(Path(__file__).parent.parent)):
         if folder not in sys.path:
@@ -176,24 +218,47 @@ def function_scorer(name: str) -> Scorer:
         function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"reward function {name}: {error}; write it as module:name, importable from here") from None
+    except Exception as error:
+        raise UserError(f"reward function {name} cannot be imported: {described(error)}") from None
+    if not callable(function):
+        raise UserError(f"reward function {name} is a {type(function).__name__}; give the name of a function")
+    return function
 
-    def scorer(prompts, responses, columns):
-        scores = function(prompts, responses, **columns)
-        if not isinstance(scores, Iterable):
-            raise UserError(f"reward function {name} returned a {type(scores).__name__}, not one number a response")
-        scores = list(scores)
-        if len(scores) != len(responses):
-            raise UserError(f"reward function {name} returned {len(scores)} scores for {len(responses)} responses")
-        for i, score in enumerate(scores):
-            if not isinstance(score, SupportsFloat):
-                raise UserError(f"reward function {name} returned {score} for the response {responses[i][:80]!r}")
-        scores = [float(score) for score in scores]
-        for response, score in zip(responses, scores):
-            if not math.isfinite(score):
-                raise BadScore(f"reward function {name} returned {score} for the response {response[:80]!r}", scores)
-        return scores
 
-    return scorer
+def wanted_columns(function: Callable, columns: dict[str, list]) -> dict[str, list]:
+    """Those that the function has parameters for: all, where it takes **columns."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return columns
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return columns
+    return {name: values for name, values in columns.items() if name in parameters}
+
+
+def as_number(score) -> float:
+    """NaN where it is none."""
+    try:
+        return math.nan if isinstance(score, str | bytes) else float(score)
+    except Exception:
+        return math.nan
+
+
+def fails(call: Callable, batch: tuple, kind: type) -> bool:
+    try:
+        call(*batch)
+    except Exception as error:
+        return isinstance(error, kind)
+    return False
+
+
+def described(error: Exception) -> str:
+    """`ValueError: its text (reward.py:12)`, of the last line of the user's own code that it passed; one line."""
+    library = (__file__, "<frozen", sysconfig.get_path("stdlib"))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)]
+    frames = [f for f in frames if "site-packages" not in f.filename]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300] + place
 
 
 WIDTH_STEP = 64  # tokens
@@ -269,8 +334,12 @@ class RewardModel:
 
         def scorer(prompts, responses, columns):
             shown = progress_bar(label="scoring", unit="responses", total=len(prompts)) if bar else nullcontext()
-            with shown as progress:
-                raw = self.scores(prompts, responses, micro_batch_size, progress)
+            try:
+                with shown as progress:
+                    raw = self.scores(prompts, responses, micro_batch_size, progress)
+            except BadScore as error:  # it names the response
+                rows = [row for row, score in zip(columns.get("id", []), error.scores) if not math.isfinite(score)]
+                raise BadScore(f"row {rows[0]}: {error}" if rows else str(error), error.scores) from None
             return [(score - mean) / std for score in raw] if scaled else raw
 
         return scorer
@@ -308,22 +377,44 @@ def open_reward_model(
     return RewardModel(forward, own, device, positions, *scale)
 
 
-def open_scorer(
+def open_scorers(
     cfg: RewardConfig,
     micro_batch_size: int,
     device: torch.device,
     dtype: str = "auto",
     reward: RewardModel | None = None,
     scaled: bool = False,
-) -> Scorer:
-    """What a configuration scores by: the one place that knows the styles.
+) -> dict[str, tuple[float, Scorer]]:
+    """What a configuration scores by, the one place that knows the styles: weight and scorer of each part, by name.
 
-    reward: the opened model of style `model`; without it the model is opened here, and shows its progress.
-    scaled: for style `model`, scores of mean 0 and deviation 1 on held-out data.
+    reward: the opened model of the first part, where that is one; without it the model is opened here, and shows its
+    progress. scaled: scores of models have mean 0 and deviation 1 on held-out data.
     """
-    if cfg.style == "rule":
-        return rule_scorer(cfg.rule)
-    if cfg.style == "function":
-        return function_scorer(cfg.function)
-    opened = reward or open_reward_model(cfg.path, device, dtype)
-    return opened.scorer(micro_batch_size, scaled, bar=reward is None)
+    scorers: dict[str, tuple[float, Scorer]] = {}
+    for part in cfg.parts:
+        if part.style == "rule":
+            scorer = rule_scorer(part.rule, part.ended_only)
+        elif part.style == "function":
+            scorer = function_scorer(part.function)
+        else:
+            given = reward if part is cfg else None
+            opened = given or open_reward_model(part.path, device, dtype)
+            scorer = opened.scorer(micro_batch_size, scaled, bar=part is cfg and given is None)
+        name = part.name if part.name not in scorers else f"{part.name}_{len(scorers) + 1}"
+        scorers[name] = (part.weight, scorer)
+    return scorers
+
+
+def weighted_scores(
+    scorers: dict[str, tuple[float, Scorer]], prompts: list[list[dict]], responses: list[str], columns: dict[str, list]
+) -> tuple[list[float], dict[str, list[float]]]:
+    """One score a response, the weighted sum, and the scores of each part."""
+    parts = {name: scorer(prompts, responses, columns) for name, (_, scorer) in scorers.items()}
+    weights = [weight for weight, _ in scorers.values()]
+    return [sum(w * s for w, s in zip(weights, scores)) for scores in zip(*parts.values())], parts
+
+
+def open_scorer(cfg: RewardConfig, *args, **kwargs) -> Scorer:
+    """The weighted sum of `open_scorers`, which takes the same arguments."""
+    scorers = open_scorers(cfg, *args, **kwargs)
+    return lambda prompts, responses, columns: weighted_scores(scorers, prompts, responses, columns)[0]
