@@ -1265,8 +1265,9 @@ def finish(run: Run) -> None:
         return
     ids = batch["input_ids"][0].tolist()
     run.checks["saved"] = contracts.check_saved_policy(
-        run.folder / "final", run.rows[row]["prompt"], ids, live[: len(ids) - 1], run.roles.dtype
-    )
+        run.folder / "final", run.rows[row]["prompt"], ids, live[: len(ids) - 1], run.roles.dtype,
+        run.cfg.model.trust_remote_code,
+    )  # fmt: skip
     cfg, metrics = run.cfg, read_metrics(run.folder)
     change = {name: [metrics[i].get(f"objective/{name}") for i in (0, -1)] for name in ("score_mean", "kl_per_token")}
     facts = {

@@ -566,7 +566,9 @@ def train(cfg: RewardTrainConfig) -> dict:
     if not torch.isfinite(live).all():
         raise UserError(f"the trained model scores a test row {live.tolist()}, so it is not saved; {LOWER_LR}")
     save_final(model, tokenizer, cfg, final, is_main)
-    checks = {"saved": contracts.check_saved_reward(final, probe, live, model.dtype)} if is_main else None
+    checks, trust = {}, cfg.model.trust_remote_code
+    if is_main:
+        checks["saved"] = contracts.check_saved_reward(final, probe, live, model.dtype, trust)
     accelerator.wait_for_everyone()
     if not launch.is_zero3(accelerator):  # which has no room for a whole model
         model = reopen(cfg, final, device)

@@ -126,15 +126,18 @@ def check_rollout(std: float, dtype: torch.dtype) -> dict[str, float]:
 
 
 @torch.no_grad()
-def check_saved_policy(folder: Path, prompt: list[dict], ids: list[int], live: Tensor, dtype: torch.dtype) -> dict:
+def check_saved_policy(
+    folder: Path, prompt: list[dict], ids: list[int], live: Tensor, dtype: torch.dtype, trust_remote_code: bool = False
+) -> dict[str, float]:
     """`folder`, opened by plain transformers, encodes the prompt to the same ids and has the live log-probabilities.
 
     live: of ids[1:], from the model in memory, which computes in `dtype`.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = _reopen(AutoModelForCausalLM, folder)
-    if encode_prompt(AutoTokenizer.from_pretrained(folder), prompt)[-len(ids) :] != ids:
+    model = _reopen(AutoModelForCausalLM, folder, trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if encode_prompt(tokenizer, prompt)[-len(ids) :] != ids:
         raise UserError(f"the tokenizer in {folder} encodes a prompt otherwise than the one in memory")
     row = torch.tensor(ids)
     own = token_logprobs(model(input_ids=row[None]).logits[0, :-1], row[1:])
@@ -146,19 +149,24 @@ def check_saved_policy(folder: Path, prompt: list[dict], ids: list[int], live: T
 
 
 @torch.no_grad()
-def check_saved_reward(folder: Path, rows: list[list[int]], live: Tensor, dtype: torch.dtype) -> dict:
+def check_saved_reward(
+    folder: Path, rows: list[list[int]], live: Tensor, dtype: torch.dtype, trust_remote_code: bool = False
+) -> dict[str, float]:
     """`folder`, opened by plain transformers, gives the live scores of rows of ids in a batch that it pads itself."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    tokenizer, base = AutoTokenizer.from_pretrained(folder), adapter_base(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    base = adapter_base(str(folder))
     if base:
         from peft import PeftModel
 
-        plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=dtype)
+        plain = AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=1, dtype=dtype, trust_remote_code=trust_remote_code
+        )
         plain.config.pad_token_id = plain.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         model = freeze(PeftModel.from_pretrained(plain, folder))
     else:
-        model = _reopen(AutoModelForSequenceClassification, folder)
+        model = _reopen(AutoModelForSequenceClassification, folder, trust_remote_code)
     batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
     own = model(**batch).logits[:, 0].float()
     spread = max(1.0, live.std(unbiased=False).item())
@@ -167,8 +175,13 @@ def check_saved_reward(folder: Path, rows: list[list[int]], live: Tensor, dtype:
     return verdict((own - live.cpu()).abs().mean().item(), limit, message)
 
 
-def _reopen(auto_class, folder: Path):
-    model, info = auto_class.from_pretrained(folder, output_loading_info=True, dtype="auto")
+def _reopen(auto_class, folder: Path, trust_remote_code: bool):
+    try:
+        model, info = auto_class.from_pretrained(
+            folder, output_loading_info=True, dtype="auto", trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        raise UserError(f"{folder}, just written, cannot be opened again: {first_line(error)}") from error
     wrong = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if wrong:
         raise UserError(f"{folder} lacks weights or has some too many: {', '.join(map(str, wrong[:3]))}")

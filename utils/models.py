@@ -235,9 +235,10 @@ def same_model(path: str, other: str) -> bool:
 def load_causal_lm(cfg: ModelConfig, device: torch.device, dtype: torch.dtype | None = None):
     """A causal language model in eval mode with all dropout off and all weights frozen.
 
-    A LoRA folder (`adapter_config.json`) is merged into its base. A reward model is refused.
+    A LoRA folder (`adapter_config.json`) is merged into its base. A reward model is refused, and one that could not be
+    opened again when it is saved.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     base, dtype = adapter_base(cfg.path), dtype or model_dtype(cfg.dtype, device)
     scores = _has_score_head(_adapter_weights(cfg.path)) if base else _is_classifier(_config_of(cfg))
@@ -247,6 +248,10 @@ def load_causal_lm(cfg: ModelConfig, device: torch.device, dtype: torch.dtype | 
         model = _merged(_from_pretrained(AutoModelForCausalLM, base, cfg, torch.float32), cfg.path, dtype)
     else:
         model = _from_pretrained(AutoModelForCausalLM, cfg.path, cfg, dtype)
+    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(model.config, "auto_map", None):
+        raise UserError(
+            f"{cfg.path} is a part of a larger model ({model.config.model_type}), which could not be saved"
+        )
     return freeze(model).to(device)
 
 
