@@ -1313,7 +1313,7 @@ def take_steps(run: Run) -> list[dict]:
         if run.is_main and steps_run == 0:
             print_rollout(rollouts[0], run.tokenizer)
             if problem := unpayable(cfg.reward_model, [r.text for r in rollouts], [r.ended for r in rollouts]):
-                print(f"warning: {problem}", flush=True)
+                say(f"warning: {problem}")
         # 6. clipped updates
         verdict = run.guards.check_rollouts(run.step, metrics, rollouts, run.rows, cfg.data)
         if verdict.action == "go on":
