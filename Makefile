@@ -15,7 +15,7 @@ demo: .venv/installed $(MODEL)
 	$(PY) evaluate.py --config configs/demo_eval.yaml --overwrite true
 
 test: .venv/installed
-	$(PY) -m pytest -q -m "not slow" tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 4 -m "not slow" tests
 
 test-slow: .venv/installed $(MODEL)
 	$(PY) -m pytest -q -m slow tests

@@ -16,9 +16,9 @@ STAGES = ("prepare_data", "train_reward", "train_ppo", "evaluate")
 WINGS = ("dataprep", "evaluation")
 LIMITS = {  # a change that needs a higher one says why
     "prepare_data.py": 600,
-    "train_ppo.py": 1_200,
-    "train_ppo.py with what it imports": 3_600,
-    "utils": 2_900,
+    "train_ppo.py": 1_400,
+    "train_ppo.py with what it imports": 5_600,
+    "utils": 4_700,
     "README.md, words": 1_500,
 }
 
