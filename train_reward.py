@@ -563,8 +563,7 @@ def train(cfg: RewardTrainConfig) -> dict:
     ids, mask = (x.to(device) for x in pad_rows(probe, pad_id, torch.long))
     with torch.no_grad():
         live = model(ids, mask)
-    if not torch.isfinite(live).all():
-        raise UserError(f"the trained model scores a test row {live.tolist()}, so it is not saved; {LOWER_LR}")
+    evaluate_pairs(model, test_pairs[:1], pad_id, micro, accelerator)  # raises where no score is a number
     save_final(model, tokenizer, cfg, final, is_main)
     checks, trust = {}, cfg.model.trust_remote_code
     if is_main:

@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
 
 import pytest
 from helpers import byte_tokenizer, tiny_llama
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell's background job ignores it, and so would its children
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

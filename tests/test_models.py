@@ -24,6 +24,7 @@ from utils.models import (
     load_tokenizer,
     new_reward_model,
     score_at_end,
+    template_fingerprint,
     write_stats,
 )
 from utils.rewards import RewardConfig, RewardModel
@@ -439,7 +440,8 @@ def test_a_critic_can_start_from_a_reward_model(tiny, reward_folders, tmp_path, 
     """Its value after a whole answer is the answer's score in the unit of rewards; the policy stays."""
     folder, before = reward_folders[name]
     shutil.copytree(folder, tmp_path / "reward")
-    write_stats(tmp_path / "reward", {"score_mean": 2.0, "score_std": 4.0})
+    stats = {"score_mean": 2.0, "score_std": 4.0, "template_fingerprint": template_fingerprint(load_tokenizer(tiny))}
+    write_stats(tmp_path / "reward", stats)
     cfg = ppo_config(tiny, critic=CriticConfig(kind, path=str(tmp_path / "reward")), lora=lora)
     model, tokenizer = build_roles(cfg, CPU), load_tokenizer(tiny)
     rows = [encode_prompt(tokenizer, messages("q")) + encode_response(tokenizer, text) + [5] for text in TEXTS]

@@ -266,11 +266,11 @@ def test_other_ranks_write_no_page(run):
 def test_stage_3_writes_its_page_while_it_runs(tmp_path, tiny, preferences, monkeypatch):
     pages, whole = [], train_ppo.write_text
     monkeypatch.setattr(train_ppo, "write_text", lambda file, text: pages.append(text) or whole(file, text))
-    monkeypatch.setattr(train_ppo, "save_final", lambda *rest: pages.append("saved"))
+    monkeypatch.setattr(train_ppo, "finish", lambda run: pages.append("saved"))
     train_ppo.train(base_config(tiny, preferences, tmp_path / "out", total_steps=2, ppo_epochs=1))
-    assert "Step 1 of 2" in pages[0] and "Rollouts of the last step" in pages[0] and "saved" in pages[1:3]
+    assert "Step 1 of 2" in pages[0] and "Rollouts of the last step" in pages[0]
     last = (tmp_path / "out" / "report.html").read_text()
-    assert last == pages[-1] and "Step 2 of 2" in last
+    assert pages[-2:] == [last, "saved"] and "Step 2 of 2" in last
     assert Page(last).rows[1][0].startswith("q") and f"path: {tiny}" in last
 
 

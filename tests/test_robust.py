@@ -34,7 +34,7 @@ from train_ppo import (
     sample,
     train,
 )
-from utils import checkpoint
+from utils import checkpoint, contracts
 from utils.checkpoint import (
     check_same_inputs,
     checkpoints,
@@ -404,11 +404,14 @@ def test_guards_bring_an_absurd_learning_rate_down_or_stop(tiny, preferences, tm
     assert found == ["outputs", "rollback", "outputs", "max_rollbacks"]  # kept, for the run goes on after them
 
 
-def test_a_policy_without_finite_logits_is_one_line(tiny, preferences, tmp_path):
+def test_a_policy_without_finite_logits_is_one_line(tiny, preferences, tmp_path, monkeypatch):
     model = tiny_llama()
     model.model.norm.weight.data.fill_(math.nan)
     shutil.copytree(tiny, tmp_path / "model")
     model.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="model: the policy's logits are not finite; its weights are damaged"):
+        train(base_config(str(tmp_path / "model"), preferences, tmp_path / "run"))
+    monkeypatch.setattr(contracts, "check_start", lambda *rest: {})
     with pytest.raises(UserError, match="step 1: the policy's logits are not finite.*lower lr"):
         train(base_config(str(tmp_path / "model"), preferences, tmp_path / "run"))
 

@@ -507,7 +507,8 @@ def test_under_a_launcher_the_error_is_the_last_line(tmp_path):
         )
         lines = [line for line in output.splitlines() if line.strip(" =")]
         assert lines[-1].endswith(line), output
-        assert sum(x == line for x in lines) <= 1 and "<N/A>" not in output
+        said = sum(x == line for x in lines)  # the traceback of a bug may come from each rank
+        assert said <= (1 if line.startswith("error") else 2) and "<N/A>" not in output
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
@@ -601,7 +602,7 @@ def test_damaged_model_files_are_named(tmp_path):
     (tmp_path / "adapter").mkdir()
     for text in ("", "{", "[]", '{"r": 4}', "null"):
         (tmp_path / "adapter" / "adapter_config.json").write_text(text)
-        with pytest.raises(UserError, match="adapter_config.json is damaged"):
+        with pytest.raises(UserError, match="adapter_config.json cannot be read"):
             adapter_base(str(tmp_path / "adapter"))
     for content in (b"", b"GGUF", b"GGUF\x03" + b"\0" * 40, b"not a model at all" * 9):
         (tmp_path / "a.gguf").write_bytes(content)

@@ -81,7 +81,8 @@ def reward(accelerator, lora: LoraOptions | None):
     ]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = prepare(accelerator, model, optimizer, 2)
-    mine = pairs if accelerator.num_processes == 1 else [pairs[:2], pairs[2:]][accelerator.process_index]
+    shares = {1: [pairs], 2: [pairs[:2], pairs[2:]], 3: [pairs[:2], [], pairs[2:]]}
+    mine = shares[accelerator.num_processes][accelerator.process_index]
     metrics = optimizer_step(model, optimizer, micro_batches(mine, 0, 2), cfg, accelerator)
     return result(model, optimizer, metrics)
 

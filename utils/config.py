@@ -128,7 +128,7 @@ def _key_types(config_class, prefix: str = "") -> dict:
 
 def _dataclass_in(hint):
     """The dataclass in a type hint such as `ModelConfig` or `LoraOptions | None`, or None."""
-    options = (hint, *typing.get_args(hint))
+    options = () if typing.get_origin(hint) is list else (hint, *typing.get_args(hint))
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
 
@@ -273,6 +273,8 @@ def _check_group(name: str, value, types: dict, place: str) -> None:
         raise UserError(f"{place}{name}: write null, not {value}")
     group = {hint, *typing.get_args(hint)} - {type(None)}
     if not (len(group) == 1 and dataclasses.is_dataclass(*group)) or (null and value is None):
+        return
+    if isinstance(value, str) and value.lstrip().startswith("{"):  # a whole group, as JSON
         return
     first = next(key for key in types if key.startswith(f"{name}."))
     example = value if isinstance(value, str) and types[first] is str else "VALUE"

@@ -92,6 +92,10 @@ def check_logprobs(model: RoleModel, path: str, batch: dict[str, Tensor]) -> dic
         except Exception as error:
             name = type(model.lm(role)).__name__
             raise UserError(f"{path}: {name} does not run as a causal language model: {first_line(error)}") from error
+        if not torch.isfinite(own).all():
+            raise UserError(
+                f"{path}: the {role}'s logits are not finite; its weights are damaged, or too large for it"
+            )
         both = torch.cat([own, own[: half - 1]])
         worst = max(worst, (ours - both).abs().mean().item()) if torch.isfinite(ours).all() else float("nan")
     name = type(model.lm("policy")).__name__

@@ -757,7 +757,7 @@ def add_lora(model: nn.Module, options: LoraOptions, adapter: str, seed: int, ta
             f"{type(base).__name__} uses the same weights in several places, so an adapter in each cannot be merged; "
             "leave those layers out by lora.target_modules, or set lora null"
         )
-    if any(layer in (base.get_input_embeddings(), base.get_output_embeddings()) for layer in places):
+    if any(layer in (base.get_input_embeddings(), base.get_output_embeddings()) for layer in _lora_layers(base)):
         raise UserError(
             f"lora.target_modules {options.target_modules} names the embedding or the output layer, "
             "which the roles share; leave it out"

@@ -143,7 +143,7 @@ def way_on(config, started: float) -> str:
     return f"{newest}; the same command with --resume auto {'goes on from it' if found else 'starts again'}"
 
 
-def leave(code: int, line: str) -> None:
+def leave(code: int, line: str = "") -> None:
     """Say the last line and end the process; at once where several run, for others may wait in a collective, and the
     native threads of the collectives now and then abort a process that has done its work.
 
