@@ -329,8 +329,15 @@ def test_a_resumed_run_keeps_its_configuration(tmp_path):
 
     cfg = ppo("--seed", "3")
     record_run(tmp_path, cfg)
-    check_same_config(tmp_path, ppo("--seed", "3", "--log_every", "9", "--total_steps", "99", "--resume", "auto", "--lr", "1e-7"))
-    for option, value in (("--algorithm.lam", "0.9"), ("--algorithm.kl_coef", "0.5"), ("--seed", "4"), ("--lora", "null")):
+    check_same_config(
+        tmp_path, ppo("--seed", "3", "--log_every", "9", "--total_steps", "99", "--resume", "auto", "--lr", "1e-7")
+    )
+    for option, value in (
+        ("--algorithm.lam", "0.9"),
+        ("--algorithm.kl_coef", "0.5"),
+        ("--seed", "4"),
+        ("--lora", "null"),
+    ):
         with pytest.raises(UserError, match=option[2:]):
             check_same_config(tmp_path, ppo("--seed", "3", option, value))
 

@@ -109,6 +109,7 @@ def test_uneven_shares_add_up_to_the_gradient_of_one_rank(tiny, world, micro):
         close(results[1][name], gradient)
 
 
+@pytest.mark.slow
 def test_three_ranks_give_the_update_of_one(tiny, tmp_path):
     """Mini-batches of 4 responses and of 7 pairs, plain and under ZeRO-3."""
     outputs = []

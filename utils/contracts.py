@@ -11,7 +11,7 @@ from torch import Tensor
 
 from utils.config import UserError
 from utils.data import encode_prompt
-from utils.models import RoleModel, adapter_base, arithmetic, first_line, freeze
+from utils.models import RoleModel, adapter_base, arithmetic, first_line, freeze, loading_quietly
 from utils.rollout import Sampling, generate_with_logprobs
 from utils.tensors import pad_rows, token_logprobs
 
@@ -164,9 +164,10 @@ def check_saved_reward(
     if base:
         from peft import PeftModel
 
-        plain = AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=1, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+        with loading_quietly():
+            plain = AutoModelForSequenceClassification.from_pretrained(
+                base, num_labels=1, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         plain.config.pad_token_id = plain.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         model = freeze(PeftModel.from_pretrained(plain, folder))
     else:
@@ -181,9 +182,10 @@ def check_saved_reward(
 
 def _reopen(auto_class, folder: Path, trust_remote_code: bool):
     try:
-        model, info = auto_class.from_pretrained(
-            folder, output_loading_info=True, dtype="auto", trust_remote_code=trust_remote_code
-        )
+        with loading_quietly():
+            model, info = auto_class.from_pretrained(
+                folder, output_loading_info=True, dtype="auto", trust_remote_code=trust_remote_code
+            )
     except Exception as error:
         raise UserError(f"{folder}, just written, cannot be opened again: {first_line(error)}") from error
     wrong = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])

@@ -359,31 +359,39 @@ def _has_score_head(weights: dict[str, Tensor]) -> bool:
     return any(key.endswith("score.weight") for key in weights)
 
 
-def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype, **kwargs):
+@contextlib.contextmanager
+def loading_quietly():
+    """Inside, transformers does not report the weights that it misses: a new head is intended, others are checked."""
     from transformers.utils import logging
 
+    quiet_in_logs()
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _from_pretrained(auto_class, path: str, cfg: ModelConfig, dtype: torch.dtype, **kwargs):
     quantised = getattr(_config_of(dataclasses.replace(cfg, path=path)), "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
         raise UserError(f"{path} is quantised ({method}), so what is trained could not be saved; give the plain model")
-    quiet_in_logs()
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # "score.weight newly initialized" is intended; a missing head is checked above
     try:
-        model, info = auto_class.from_pretrained(
-            resolve_model_path(path),
-            dtype=dtype,
-            attn_implementation=cfg.attn_implementation,
-            trust_remote_code=cfg.trust_remote_code,
-            output_loading_info=True,
-            **kwargs,
-        )
+        with loading_quietly():
+            model, info = auto_class.from_pretrained(
+                resolve_model_path(path),
+                dtype=dtype,
+                attn_implementation=cfg.attn_implementation,
+                trust_remote_code=cfg.trust_remote_code,
+                output_loading_info=True,
+                **kwargs,
+            )
     except ImportError as error:
         raise UserError(f"{path}: {first_line(error)} (model.attn_implementation {cfg.attn_implementation})") from None
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"no model at {path}: {first_line(error)}") from None
-    finally:
-        logging.set_verbosity(level)
     if auto_class.__name__ == "AutoModelForSequenceClassification":
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise UserError(
