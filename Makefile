@@ -6,7 +6,7 @@ MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-slow lint sizes bench clean
+.PHONY: demo test test-slow survey lint sizes bench clean
 
 demo: .venv/installed $(MODEL)
 	$(PY) prepare_data.py --config configs/demo_data.yaml --overwrite true
@@ -15,10 +15,13 @@ demo: .venv/installed $(MODEL)
 	$(PY) evaluate.py --config configs/demo_eval.yaml --overwrite true
 
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 4 -m "not slow" tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 4 -m "not slow and not survey" tests
 
 test-slow: .venv/installed $(MODEL)
 	$(PY) -m pytest -q -m slow tests
+
+survey: .venv/installed
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 4 -m survey tests
 
 lint: .venv/installed
 	.venv/bin/ruff format --check .

@@ -170,7 +170,7 @@ def table(request):
     request.config.pluginmanager.getplugin("terminalreporter").write_line("\n".join(["", *lines]))
 
 
-@pytest.mark.slow
+@pytest.mark.survey
 @pytest.mark.parametrize("model_type", causal_families())
 def test_family(model_type, tmp_path, table):
     def verdict(text: str) -> None:
@@ -204,7 +204,7 @@ WITH_SCORE_HEAD = (
 WITHOUT = "granite granitemoehybrid cohere cohere2 lfm2 codegen olmo_hybrid".split()  # transformers has no score head
 
 
-@pytest.mark.slow
+@pytest.mark.survey
 @pytest.mark.parametrize("model_type", WITH_SCORE_HEAD + WITHOUT)
 def test_whole_chain(model_type, tmp_path, preferences, tiny):
     """A reward model of the family, PPO against it, and the comparison; what is saved is what plain libraries read."""
