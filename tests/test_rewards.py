@@ -269,7 +269,7 @@ def test_what_is_no_list_of_scores_is_refused_by_row(name, message):
         [Fraction(1), Decimal(0)],
         dict(a=1.0, b=0.0).values(),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,  # an address in a name would differ between the processes
 )
 def test_anything_that_is_a_list_of_numbers_is_scores(scores):
     scorer = function_scorer(RewardConfig("function", function=lambda prompts, responses: scores).function)
