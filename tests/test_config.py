@@ -342,6 +342,18 @@ def test_a_resumed_run_keeps_its_configuration(tmp_path):
             check_same_config(tmp_path, ppo("--seed", "3", option, value))
 
 
+@pytest.mark.parametrize("by", ["file", "command line"])
+def test_groups_in_a_list_have_known_keys(tmp_path, by):
+    also = '[{"style": "rule", "rule": "gsm8k", "weight": 0.5}, {"style": "rule", "rule": "gsm8k", "wieght": 1}]'
+    file = tmp_path / "r.yaml"
+    file.write_text(f"reward_model: {{also: {also}}}")
+    place = f"{file}: " if by == "file" else ""
+    with pytest.raises(UserError, match=rf"^{place}reward_model.also\[1\]: unknown key 'wieght'.*weight"):
+        ppo(*(["--config", str(file)] if by == "file" else ["--reward_model.also", also]))
+    right = ppo("--reward_model.also", also.replace("wieght", "weight"))
+    assert [part.weight for part in right.reward_model.also] == [0.5, 1.0]
+
+
 def test_output_dir_of_another_run(tmp_path):
     folder = tmp_path / "run"
     open_output_dir(str(folder), False)

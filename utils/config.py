@@ -21,6 +21,12 @@ class UserError(Exception):
     """Bad input that the user can mend. The message is one line: what is wrong, where, and the way out."""
 
 
+def first_line(error: Exception) -> str:
+    """What an error of a library says, for a message of one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 class RunStopped(Exception):
     """A run that ended itself before its end; the message says where it can go on from. Exit code 3."""
 
@@ -267,10 +273,15 @@ def _check_tree(values: dict, types: dict, file: str, prefix: str = "") -> None:
 
 
 def _check_group(name: str, value, types: dict, place: str) -> None:
-    """A group of options has no value of its own, and what may be null is not `none`."""
+    """A group of options has no value of its own, what may be null is not `none`, and groups in a list have keys."""
     hint, null = types[name], type(None) in typing.get_args(types[name])
     if str(value).lower() == "none" and value is not None and null:
         raise UserError(f"{place}{name}: write null, not {value}")
+    items = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+    if dataclasses.is_dataclass(items):
+        for i, item in enumerate(yaml.safe_load(value) if isinstance(value, str) else value or []):
+            if isinstance(item, dict):
+                _check_tree(item, _key_types(items), f"{place}{name}[{i}]")
     group = {hint, *typing.get_args(hint)} - {type(None)}
     if not (len(group) == 1 and dataclasses.is_dataclass(*group)) or (null and value is None):
         return
