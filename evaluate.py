@@ -38,6 +38,7 @@ from utils.models import (
 )
 from utils.report import curves_svg, figure_svg, legend_above, new_figure, page, table
 from utils.rewards import (
+    SCORED_BY,
     RewardConfig,
     check_ground_truth,
     check_reward_config,
@@ -51,7 +52,6 @@ from utils.tensors import longest_first, pad_rows
 from utils.tracking import peak_memory_gb, progress_bar, read_metrics, say
 
 BOOTSTRAP_SAMPLES = 10_000
-SCORED_BY = ("id", "ground_truth", "reference", "metadata")  # columns that a scorer gets
 Z95 = 1.959964  # of a 95% interval
 
 

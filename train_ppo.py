@@ -55,6 +55,7 @@ from utils.guards import GO_ON, GuardConfig, Guards, Verdict
 from utils.models import RoleModel
 from utils.report import curves_svg, first_and_last, folded, page, table
 from utils.rewards import (
+    SCORED_BY,
     BadScore,
     RewardConfig,
     Scorer,
@@ -789,7 +790,7 @@ def build_scorers(cfg: PPOConfig, roles: RoleModel, tokenizer, accelerator) -> d
 def score(rollouts: list[Rollout], rows: list[dict], scorers: dict[str, tuple[float, Scorer]]) -> None:
     """Fill in the scores. rows: of which each rollout names one."""
     mine = [rows[r.row] for r in rollouts]
-    columns = {name: [row.get(name) for row in mine] for name in ("id", "ground_truth", "reference", "metadata")}
+    columns = {name: [row.get(name) for row in mine] for name in SCORED_BY}
     columns["ended"] = [r.ended for r in rollouts]
     try:
         scores, parts = weighted_scores(scorers, [row["prompt"] for row in mine], [r.text for r in rollouts], columns)
@@ -1208,8 +1209,7 @@ def write_report(run: Run, pause: float = 0.0) -> None:
     body = f"<p>Step {run.state['step']} of {run.total_steps}</p>{curves_svg(metrics, panels)}"
     answers = [(run.rows[r.row]["prompt"][-1]["content"], r.text, r.score) for r in run.rollouts[:SHOWN]]
     body += "<h2>Rollouts of the last step</h2>" + answers_table(answers)
-    if samples.is_file():
-        lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    if lines := tracking.read_lines(samples) if samples.is_file() else []:
         newest = [(s["prompt"], s["response"], s["score"]) for s in lines if s["step"] == lines[-1]["step"]]
         body += f"<h2>Held-out prompts, step {lines[-1]['step']}</h2>" + answers_table(newest)
     body += "<h2>Numbers</h2>" + first_and_last(metrics)
@@ -1268,12 +1268,13 @@ def finish(run: Run) -> None:
         run.folder / "final", run.rows[row]["prompt"], ids, live[: len(ids) - 1], run.roles.dtype,
         run.cfg.model.trust_remote_code,
     )  # fmt: skip
-    cfg, metrics = run.cfg, read_metrics(run.folder)
-    change = {name: [metrics[i].get(f"objective/{name}") for i in (0, -1)] for name in ("score_mean", "kl_per_token")}
+    cfg, metrics, parts = run.cfg, read_metrics(run.folder), run.cfg.reward_model.parts
+    names = ("score_mean", "kl_per_token") if metrics else ()
+    change = {name: [metrics[i][f"objective/{name}"] for i in (0, -1)] for name in names}
     facts = {
         "training": f"PPO ({cfg.algorithm.adv_estimator}), {run.total_steps} steps x {cfg.train_batch_size} responses",
         "prompts": cfg.data,
-        "reward": cfg.reward_model.path or cfg.reward_model.rule or cfg.reward_model.function,
+        "reward": " + ".join(f"{part.weight:g} x {part.path or part.rule or part.function}" for part in parts),
         **{f"{name}, first and last step": f"{a:.4f} -> {b:.4f}" for name, (a, b) in change.items()},
     }
     card = saving.model_card("Policy trained by PPO", models.adapter_base(cfg.model.path) or cfg.model.path, facts)

@@ -401,8 +401,8 @@ def save_final(model: ScoreModel, tokenizer, cfg: RewardTrainConfig, folder: Pat
         if cfg.save_format == "adapter":
             saving.save_adapter(model.model, "default", folder, tokenizer, head=head)
         else:
-            dtype = next(tensor.dtype for tensor in state.values() if tensor.ndim > 1)
-            state["score.weight"] = round_randomly(head, dtype, torch.Generator().manual_seed(1))
+            generator = torch.Generator().manual_seed(1)
+            state["score.weight"] = round_randomly(head, saving.saved_dtype(state), generator)
             saving.save_model(model.model, state, tokenizer, folder)
 
 

@@ -22,11 +22,11 @@ from dataprep.shapes import Columns, detect_shape
 from dataprep.similarity import WORD, plain, word_hash
 from dataprep.sources import is_local, read_source, source_files
 from utils.config import UserError
-from utils.data import COLUMNS, show, split_files
+from utils.data import COLUMNS, split_files
 from utils.files import write_json, write_text
 from utils.rows import BadRow, bad_row
 from utils.run import run_stage
-from utils.tracking import progress_bar
+from utils.tracking import progress_bar, say
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ def measure(cfg: CoverageConfig) -> dict:
         write_json(listing.with_suffix(".json"), result)
     except OSError as error:
         raise UserError(f"{listing} cannot be written ({error.strerror})") from None
-    print(f"{result['share']:.1%} of {len(real)} real prompts have a close train prompt; the loneliest:")
+    say(f"{result['share']:.1%} of {len(real)} real prompts have a close train prompt; the loneliest:")
     for line in result["loneliest"]:
-        print(show(f"  {line['similarity']:.3f} {line['prompt'][:100]!r}, nearest {line['nearest'][:100]!r}"))
-    print(show(f"wrote {listing}"), flush=True)
+        say(f"  {line['similarity']:.3f} {line['prompt'][:100]!r}, nearest {line['nearest'][:100]!r}")
+    say(f"wrote {listing}")
     return result
 
 
@@ -137,7 +137,7 @@ def real_prompts(source: str) -> list[tuple[str, str]]:
     if bad and not real:
         raise UserError(f"{bad[0]}; prompts needs rows with a prompt")
     if bad:
-        print(show(f"{len(bad)} rows of {source} are left out, such as {bad[0]}"), flush=True)
+        say(f"{len(bad)} rows of {source} are left out, such as {bad[0]}")
     if not real:
         raise UserError(f"prompts {source} has no rows")
     return real

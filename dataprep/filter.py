@@ -18,10 +18,10 @@ from pathlib import Path
 
 from dataprep.folder import ROWS_PER_GROUP, restore_folder, workshop
 from utils.config import UserError
-from utils.data import show, split_files
+from utils.data import split_files
 from utils.files import replace_folder, write_json
 from utils.run import check_output_dir, record_run, run_stage
-from utils.tracking import progress_bar
+from utils.tracking import progress_bar, say
 
 REASON = "contradicted_by_reward_model"
 
@@ -83,8 +83,8 @@ def filter_pairs(cfg: FilterConfig) -> dict:
         os.rename(building, folder / "new")
         replace_folder(folder / "new", output)
         shutil.rmtree(folder)
-    print(f"{rows_in} train rows read: {rows_out} kept; {pairs} pairs are contradicted, see contradicted.jsonl")
-    print(show(f"wrote {output}"), flush=True)
+    say(f"{rows_in} train rows read: {rows_out} kept; {pairs} pairs are contradicted, see contradicted.jsonl")
+    say(f"wrote {output}")
     return report
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from dataprep.messages import to_json
 from dataprep.shapes import ANSWERS
+from utils.config import first_line
 from utils.data import encode_dialogues, encode_prompt, encode_response, encode_responses
 from utils.rows import BadRow
 
@@ -31,8 +32,7 @@ def encode_rows(rows: list[dict], kind: str, tokenizer) -> list[dict | BadRow]:
             try:
                 prompts.append(encode_prompt(tokenizer, row["prompt"]))
             except Exception as error:
-                detail = (str(error).strip() or type(error).__name__).splitlines()[0]
-                prompts.append(BadRow("refused_by_template", detail))
+                prompts.append(BadRow("refused_by_template", first_line(error)))
     answers = encode_responses(tokenizer, [row[name] for row in rows for name in names]) if names else []
     return [
         ids

@@ -12,6 +12,7 @@ from dataprep.shapes import ANSWERS
 from utils.config import UserError
 from utils.data import encode_prompt, encode_response, show
 from utils.report import figure_svg, new_figure, page, table
+from utils.tracking import say
 
 EXAMPLES_PER_REASON = 3
 ASKED_FOR = ("excluded", "already_there", "left_out_by_weight")  # no bad rows
@@ -197,34 +198,34 @@ def example_html(row: dict, kind: str, tokenizer) -> str:
 def print_example(row: dict, kind: str, tokenizer) -> None:
     """One row as training will see it; ‹...› marks the tokens that are learned from."""
     prompt = tokenizer.decode(encode_prompt(tokenizer, row["prompt"]))
-    print("--- one row, decoded; ‹...› marks the response tokens" if show("‹") == "‹" else "--- one row, decoded")
-    print(show(prompt))
+    say("--- one row, decoded; ‹...› marks the response tokens" if show("‹") == "‹" else "--- one row, decoded")
+    say(prompt)
     for name in ANSWERS[kind]:
-        print(show(f"{name}: ‹{tokenizer.decode(encode_response(tokenizer, row[name]))}›"))
+        say(f"{name}: ‹{tokenizer.decode(encode_response(tokenizer, row[name]))}›")
     for name in ("margin", "reward", "ground_truth"):
         if row.get(name) is not None:
-            print(show(f"{name}: {row[name]}"))
-    print("---", flush=True)
+            say(f"{name}: {row[name]}")
+    say("---")
 
 
 def print_summary(tally: Tally, report: dict, rows_out: dict[str, int]) -> None:
     """What came in, what went out, and why not the rest. rows_out: new rows by split."""
     made = f" into {tally.candidates} candidates" if tally.candidates != tally.rows_in else ""
     written = f"{rows_out['train']} train, {rows_out['test']} test, {sum(tally.dropped.values())} dropped"
-    print(f"{tally.rows_in} rows read{made}: {written}")
+    say(f"{tally.rows_in} rows read{made}: {written}")
     for reason, n in tally.dropped.most_common():
         example = tally.examples[reason][0]
-        print(show(f"  dropped {n} {reason}, e.g. {example['place']}: {example['detail']}"))
+        say(f"  dropped {n} {reason}, e.g. {example['place']}: {example['detail']}")
     for reason, n in tally.dropped.items():
         if reason not in ASKED_FOR and n > tally.candidates / 5:
             way_out = "; --near_duplicates null keeps them" if reason == "near_duplicate" else ""
-            print(f"  warning: {reason} takes {n} of {tally.candidates} rows; look at dropped.jsonl{way_out}")
+            say(f"  warning: {reason} takes {n} of {tally.candidates} rows; look at dropped.jsonl{way_out}")
     if tally.unused:
-        print(f"  not used {tally.unused} further answers to a prompt; see --pairs")
+        say(f"  not used {tally.unused} further answers to a prompt; see --pairs")
     for part, n in tally.shortened.items():
-        print(f"  shortened {n} {part}; the whole text is kept in the metadata")
+        say(f"  shortened {n} {part}; the whole text is kept in the metadata")
     for key, n in tally.beside.items():
-        print(show(f"  {n} rows have messages with {key}; templates get role and content, the rest is metadata alone"))
+        say(f"  {n} rows have messages with {key}; templates get role and content, the rest is metadata alone")
     for split in [name for name in rows_out if not report["rows_out"][name]]:
         way_out = "; a higher eval_fraction or an eval_source fills it" if split == "test" else ""
-        print(f"  the {split} split is empty{way_out}")
+        say(f"  the {split} split is empty{way_out}")

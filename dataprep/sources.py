@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.config import UserError
+from utils.config import UserError, first_line
 from utils.rows import (
     CHUNK_BYTES,
     CHUNK_ROWS,
@@ -607,8 +607,3 @@ def table_chunks(name: str, rows) -> Iterator[Chunk]:
     for table in rows.with_format("arrow").iter(CHUNK_ROWS):
         yield from arrow_chunks(name, first, table, total)
         first += table.num_rows
-
-
-def first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

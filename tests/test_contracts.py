@@ -18,6 +18,7 @@ from utils import contracts, models
 from utils.config import LoraOptions, ModelConfig, UserError
 from utils.data import load_rows
 from utils.models import load_tokenizer
+from utils.rewards import RewardConfig, RewardPart
 from utils.rollout import Sampling
 
 IDS = [5, 9, 20, 33, 7, 44, 60, 71, 80, 12]
@@ -40,6 +41,14 @@ def test_the_probe_is_a_row_and_its_half():
     assert BATCH["attention_mask"].sum(1).tolist() == [10, 5]
     assert BATCH["response_mask"].sum(1).tolist() == [9, 4]
     assert contracts.probe_batch(list(range(100)), 0, CPU)["input_ids"][0].tolist() == list(range(36, 100))
+    assert contracts.probe_ids([5]) == [5] * 8 and contracts.probe_ids([5, 6, 7]) == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert contracts.probe_ids(IDS) == IDS
+
+
+def test_a_prompt_of_one_token_can_be_checked(tiny):
+    roles, batch = roles_of(tiny), contracts.probe_batch([5], 0, CPU)
+    assert contracts.check_start(roles, tiny, batch, FEW)["logprobs"]["value"] < 1e-5
+    assert contracts.leave_out_idle(roles, batch) == []
 
 
 def test_a_right_model_passes(tiny):
@@ -274,6 +283,17 @@ def test_a_run_records_its_checks(tiny, preferences, tmp_path, dtype, changes):
     assert history[0]["rollout/mismatch_std"] < (1e-5 if dtype == "float32" else 0.3)
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     assert "PPO (gae), 1 steps x 8 responses" in card and "score_mean, first and last step" in card
+
+
+def test_a_run_whose_metrics_are_gone_is_saved_with_its_card(tiny, preferences, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_ppo, "read_metrics", lambda folder: [])
+    more = [RewardPart("rule", rule="gsm8k", weight=0.5)]
+    reward = RewardConfig("function", function="test_contracts:letters", also=more)
+    monkeypatch.setattr(train_ppo, "check_ground_truth", lambda rows: None)
+    monkeypatch.setattr("utils.rewards.gsm8k_score", lambda *rest: 1.0)
+    train_ppo.train(base_config(tiny, preferences, tmp_path / "run", total_steps=1, reward_model=reward))
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "- reward: 1 x test_contracts:letters + 0.5 x gsm8k\n" in card and "first and last step" not in card
 
 
 def test_a_forward_that_differs_in_the_update_ends_the_run(tiny, preferences, tmp_path, monkeypatch):

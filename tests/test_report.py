@@ -6,6 +6,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -272,6 +273,20 @@ def test_stage_3_writes_its_page_while_it_runs(tmp_path, tiny, preferences, monk
     last = (tmp_path / "out" / "report.html").read_text()
     assert pages[-2:] == [last, "saved"] and "Step 2 of 2" in last
     assert Page(last).rows[1][0].startswith("q") and f"path: {tiny}" in last
+
+
+def test_a_page_reads_answers_with_any_line_break_and_skips_half_a_line(tmp_path):
+    """U+2028 and U+0085 end a line for str.splitlines, but not in a .jsonl; a killed run can leave half a line."""
+    answers = [{"step": 2, "prompt": "q", "response": f"one{mark}two", "score": 0.5} for mark in "\u2028\x85"]
+    lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
+    (tmp_path / "samples.jsonl").write_text("".join(lines) + '{"step": 3, "prom', encoding="utf-8")
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    run = SimpleNamespace(
+        is_main=True, reported=0.0, folder=tmp_path, state={"step": 2}, total_steps=3, rollouts=[], rows=[]
+    )
+    train_ppo.write_report(run)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Held-out prompts, step 2" in page and all(answer["response"] in page for answer in answers)
 
 
 @pytest.mark.parametrize("steps, points", [(1, 1), (2000, 2000), (2001, 1001), (100_000, 2000)])

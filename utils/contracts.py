@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from utils.config import UserError
+from utils.config import UserError, first_line
 from utils.data import encode_prompt
-from utils.models import RoleModel, adapter_base, arithmetic, first_line, freeze, loading_quietly
+from utils.models import RoleModel, adapter_base, arithmetic, freeze, loading_quietly
 from utils.rollout import Sampling, generate_with_logprobs
 from utils.tensors import pad_rows, token_logprobs
 
-PROBE_TOKENS = 64  # of a prompt, on which the checks run
+PROBE_TOKENS, PROBE_LEAST = 64, 8  # of a prompt, on which the checks run
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean difference that arithmetic explains
 SAMPLING = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.1}  # deviation between two ways of running
 
@@ -32,10 +32,15 @@ def probe_row(rows: list[list[int]]) -> int:
     return max(range(min(16, len(rows))), key=lambda i: len(rows[i]))
 
 
-def probe_batch(ids: list[int], pad_id: int, device: torch.device) -> dict[str, Tensor]:
+def probe_ids(prompt: list[int]) -> list[int]:
+    """The end of a prompt's ids; those of a very short one several times, so that there is something to compare."""
+    return (prompt * PROBE_LEAST)[: max(len(prompt), PROBE_LEAST)][-PROBE_TOKENS:]
+
+
+def probe_batch(prompt: list[int], pad_id: int, device: torch.device) -> dict[str, Tensor]:
     """A row and its first half, padded to one width: every token but the first counts as a response."""
-    ids = ids[-PROBE_TOKENS:]
-    rows, mask = pad_rows([ids, ids[: max(2, len(ids) // 2)]], pad_id, torch.long)
+    ids = probe_ids(prompt)
+    rows, mask = pad_rows([ids, ids[: len(ids) // 2]], pad_id, torch.long)
     response = mask.clone()
     response[:, 0] = False
     return {"input_ids": rows.to(device), "attention_mask": mask.to(device), "response_mask": response.to(device)}
@@ -141,7 +146,7 @@ def check_saved_policy(
 
     model = _reopen(AutoModelForCausalLM, folder, trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if encode_prompt(tokenizer, prompt)[-len(ids) :] != ids:
+    if probe_ids(encode_prompt(tokenizer, prompt)) != ids:
         raise UserError(f"the tokenizer in {folder} encodes a prompt otherwise than the one in memory")
     row = torch.tensor(ids)
     own = token_logprobs(model(input_ids=row[None]).logits[0, :-1], row[1:])

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -291,9 +292,6 @@ def encode_prompts(
 
 def show(text: str) -> str:
     """Text that any console can print. Control characters, which could steer it, are escaped, save \\n and \\t."""
-    import re
-    import sys
-
     text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda m: ascii(m[0])[1:-1], text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

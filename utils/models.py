@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from utils.config import LoraOptions, ModelConfig, UserError
+from utils.config import LoraOptions, ModelConfig, UserError, first_line
 from utils.data import TEMPLATE_DATE, encode_dialogues
 from utils.files import locked, replacing, write_json
 from utils.tensors import round_randomly, token_entropy, token_logprobs
@@ -217,7 +217,7 @@ def adapter_base(path: str) -> str | None:
 
 def check_weights(folder: Path) -> None:
     """The header and the length of each safetensors file. Raises UserError."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -260,9 +260,9 @@ def _merged(model: nn.Module, path: str, dtype: torch.dtype) -> nn.Module:
     model = _with_adapter(model, path).merge_and_unload()
     model.tie_weights()
     generator = torch.Generator().manual_seed(0)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and isinstance(tensor, nn.Parameter):
-            tensor.data = round_randomly(tensor.data, dtype, generator)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = round_randomly(parameter.data, dtype, generator)
     return model
 
 
@@ -422,10 +422,6 @@ def freeze(model: nn.Module) -> nn.Module:
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
                 setattr(module, name, 0.0)
     return model
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _adapter_weights(path: str) -> dict[str, Tensor]:

@@ -152,6 +152,8 @@ def unpayable(cfg: RewardConfig, responses: list[str], ended: list[bool]) -> str
 
 # ----------------------------------------------------------------------------------------------------- scorers
 
+SCORED_BY = ("id", "ground_truth", "reference", "metadata")  # of a row, what a scorer gets beside prompt and response
+
 # prompts (dialogues), responses (texts), columns (name -> one value a response) -> one score a response
 Scorer = Callable[[list[list[dict]], list[str], dict[str, list]], list[float]]
 

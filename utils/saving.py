@@ -49,6 +49,11 @@ def _adapted_weights(base: nn.Module, adapter: str) -> dict[int, nn.Module]:
     return {id(adapted_weight(layer)): layer for layer in layers}
 
 
+def saved_dtype(state: dict[str, Tensor]) -> torch.dtype:
+    """The type of a model's matrices."""
+    return next(tensor.dtype for tensor in state.values() if tensor.ndim > 1)
+
+
 def save_model(
     model: nn.Module,
     state: dict[str, Tensor],
@@ -63,7 +68,7 @@ def save_model(
     for config in (base.config, base.config.get_text_config(), generation):
         if config is not None:
             config.pad_token_id = tokenizer.pad_token_id
-    dtype = str(next(t.dtype for t in state.values() if t.ndim > 1)).removeprefix("torch.")
+    dtype = str(saved_dtype(state)).removeprefix("torch.")
     if generation is not None and not generation.do_sample:
         try:
             generation.validate(strict=True)
